@@ -107,7 +107,7 @@ class Call {
   // The views of a tensor that the kernels write; an undefined tensor has no data.
   View write(const Tensor& t) const { return t.defined() ? with_data(view(t), t) : View(); }
   View write_statistic(const Tensor& t) const { return t.defined() ? with_data(statistic_view(t), t) : View(); }
-  // The sample stride of a gradient that is not wanted also says whether each sample has a gradient of its own: the
+  // The sample stride of a gradient that is not computed also says whether each sample has a gradient of its own: the
   // order in which kernels sum other gradients depends on it.
   View write_gradient(const GradientType& type, const Tensor& t) const {
     const bool is_own = present(type.model) ? type.model->numel() > cols : num_groups_ > 1;

@@ -280,7 +280,7 @@ void check_backward(const BackwardArgs& args) {
               "Expected scaled_input to be None without an input_scale, but got scaled_input of shape ",
               scaled_input->sym_sizes(), " with input_scale = None and input of shape ", input.sym_sizes());
   if (args.grad_sum) check_like("grad_sum", *args.grad_sum, input);
-  TORCH_CHECK(!args.input_scale || scaled_input || !args.wants.input_scale,
+  TORCH_CHECK(!args.input_scale || scaled_input || !args.output_mask.input_scale,
               "Expected scaled_input to be a tensor where the gradient of input_scale is wanted, but got None with "
               "input_scale of shape ",
               args.input_scale->sym_sizes(), " and input of shape ", input.sym_sizes());

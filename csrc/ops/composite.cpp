@@ -249,7 +249,7 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
   check_allocated(args);
   const Options& options = args.options;
   TORCH_CHECK_NOT_IMPLEMENTED(!options.memory_efficient, kNoDerivative);
-  const WantedGradients& wants = args.wants;
+  const OutputMask& mask = args.output_mask;
   const Rows rows(args);
   const auto acc = args.rstd->scalar_type();
   const Tensor input = rows(*args.input), grad_output = rows(*args.grad_output);
@@ -264,18 +264,18 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
   const auto sum_rows = [&](const Tensor& gradient, const GradientType& type) {
     return rows.sum(gradient, type, args.normalized_shape);
   };
-  if (wants.bias) grads.grad_bias = sum_rows(dy.to(acc), types.bias);
-  const bool wants_dx = wants.input || wants.gate || wants.scaled_input || wants.input_scale;
-  if (!(wants.weight || wants_dx)) return grads;
+  if (mask.bias) grads.grad_bias = sum_rows(dy.to(acc), types.bias);
+  const bool needs_dx = mask.input || mask.gate || mask.scaled_input || mask.input_scale;
+  if (!(mask.weight || needs_dx)) return grads;
 
   const Terms t(dy, x, rows(*args.rstd), rows(args.weight), rows.normalized_dims, options);
-  if (wants.weight) grads.grad_weight = sum_rows(t.dy * t.xhat, types.weight);
-  if (!wants_dx) return grads;
+  if (mask.weight) grads.grad_weight = sum_rows(t.dy * t.xhat, types.weight);
+  if (!needs_dx) return grads;
 
   Tensor dx = t.rstd * t.project(t.g);
   if (args.grad_sum) dx = dx + rows(*args.grad_sum).to(acc);
   if (args.gate) {
-    if (wants.gate) {
+    if (mask.gate) {
       Tensor upstream = input.to(acc) * dx;  // of the activation
       if (!options.gate_first) {
         upstream = t.times_weight(t.xhat);
@@ -286,12 +286,12 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
     }
     if (options.gate_first) dx = dx * activated;
   } else if (args.input_scale) {
-    if (wants.scaled_input) {
+    if (mask.scaled_input) {
       grads.grad_scaled_input = rows.undo((rows(*args.input_scale).to(acc) * dx).to(grad_output.scalar_type()));
     }
-    if (wants.input_scale) grads.grad_input_scale = sum_rows(dx * rows(*args.scaled_input).to(acc), types.input_scale);
+    if (mask.input_scale) grads.grad_input_scale = sum_rows(dx * rows(*args.scaled_input).to(acc), types.input_scale);
   }
-  if (wants.input) grads.grad_input = rows.undo(dx.to(input.scalar_type()));
+  if (mask.input) grads.grad_input = rows.undo(dx.to(input.scalar_type()));
   return grads;
 }
 
@@ -315,7 +315,7 @@ BackwardOutputs backward_memory_efficient(const BackwardArgs& args) {
   plain.grad_sum = kAbsent;
   plain.options.memory_efficient = false;
   BackwardOutputs grads = backward_composite(plain);
-  if (!args.wants.input) return grads;
+  if (!args.output_mask.input) return grads;
   Tensor dx = rows.undo(rows(grads.grad_input) * rows(*args.rstd));
   if (args.grad_sum) dx = dx + args.grad_sum->to(acc);
   grads.grad_input = dx.to(args.input->scalar_type());

@@ -188,7 +188,7 @@ BackwardOutputs backward(const BackwardArgs& args) {
   if (!call.has_kernel()) return backward_by_copies(backward<Backend>, args);
 
   const c10::DeviceGuard guard(input.device());
-  const WantedGradients& wants = args.wants;
+  const OutputMask& mask = args.output_mask;
   const auto& types = call.types;
   const auto parameter_gradient = [&](const GradientType& type) {
     const auto sizes = C10_AS_INTARRAYREF_SLOW(type.sizes(args.normalized_shape));
@@ -196,25 +196,25 @@ BackwardOutputs backward(const BackwardArgs& args) {
     return call.is_empty() ? at::zeros(sizes, options.dtype(type.dtype)) : allocate(sizes, options.dtype(types.kernel));
   };
   BackwardOutputs grads;
-  // The gradients of input_scale and of the input that it multiplies are computed from grad_input.
-  const bool scales = args.input_scale && (wants.scaled_input || wants.input_scale);
-  if (wants.input || scales) grads.grad_input = call.allocate_like_input(input.scalar_type());
-  if (wants.weight) grads.grad_weight = parameter_gradient(types.weight);
-  if (wants.bias) grads.grad_bias = parameter_gradient(types.bias);
-  if (wants.gate && args.gate) grads.grad_gate = call.allocate_like_input(input.scalar_type());
-  if (wants.scaled_input && scales) {
+  // grad_scaled_input and grad_input_scale are computed from grad_input.
+  const bool differentiates_product = args.input_scale && (mask.scaled_input || mask.input_scale);
+  if (mask.input || differentiates_product) grads.grad_input = call.allocate_like_input(input.scalar_type());
+  if (mask.weight) grads.grad_weight = parameter_gradient(types.weight);
+  if (mask.bias) grads.grad_bias = parameter_gradient(types.bias);
+  if (mask.gate && args.gate) grads.grad_gate = call.allocate_like_input(input.scalar_type());
+  if (mask.scaled_input && args.input_scale) {
     grads.grad_scaled_input = call.allocate_like_input(args.grad_output->scalar_type());
   }
-  if (wants.input_scale && scales) grads.grad_input_scale = parameter_gradient(types.input_scale);
-  const bool wants_any = grads.grad_input.defined() || wants.weight || wants.bias || grads.grad_gate.defined();
-  if (!call.is_empty() && wants_any) {
+  if (mask.input_scale && args.input_scale) grads.grad_input_scale = parameter_gradient(types.input_scale);
+  const bool computes_any = grads.grad_input.defined() || mask.weight || mask.bias || grads.grad_gate.defined();
+  if (!call.is_empty() && computes_any) {
     run_backward<Backend>(call, args, grads);
     for_each_gradient(grads, types, [](Tensor& gradient, const GradientType& type) {
       // to() costs a small call 0.2 us
       if (gradient.defined() && gradient.scalar_type() != type.dtype) gradient = gradient.to(type.dtype);
     });
   }
-  if (!wants.input) grads.grad_input = Tensor();
+  if (!mask.input) grads.grad_input = Tensor();
   return grads;
 }
 
@@ -235,8 +235,8 @@ ForwardOutputs forward_meta(const ForwardArgs& args) {
   const bool images = args.options.images;
   ForwardOutputs outputs;
   outputs.output = with_format(meta_like(input, input.scalar_type(), images), args);
-  if (args.residual) {
-    outputs.sum = args.inplace ? *args.residual : meta_like(input, args.residual->scalar_type(), images);
+  if (args.residual) {  // none with images
+    outputs.sum = args.inplace ? *args.residual : at::empty_symint(input.sym_sizes(), args.residual->options());
   }
   if (!args.options.rms) outputs.mean = at::empty_symint(shape, options);
   outputs.rstd = at::empty_symint(shape, options);
@@ -251,14 +251,14 @@ BackwardOutputs backward_meta(const BackwardArgs& args) {
     return at::empty_symint(type.sizes(args.normalized_shape), input.options().dtype(type.dtype));
   };
   const auto like_input = [&](at::ScalarType type) { return meta_like(input, type, args.options.images); };
-  const WantedGradients& wants = args.wants;
+  const OutputMask& mask = args.output_mask;
   BackwardOutputs grads;
-  if (wants.input) grads.grad_input = like_input(input.scalar_type());
-  if (wants.weight) grads.grad_weight = gradient(types.weight);
-  if (wants.bias) grads.grad_bias = gradient(types.bias);
-  if (wants.gate && args.gate) grads.grad_gate = like_input(args.gate->scalar_type());
-  if (wants.scaled_input && args.input_scale) grads.grad_scaled_input = like_input(args.grad_output->scalar_type());
-  if (wants.input_scale && args.input_scale) grads.grad_input_scale = gradient(types.input_scale);
+  if (mask.input) grads.grad_input = like_input(input.scalar_type());
+  if (mask.weight) grads.grad_weight = gradient(types.weight);
+  if (mask.bias) grads.grad_bias = gradient(types.bias);
+  if (mask.gate && args.gate) grads.grad_gate = like_input(args.gate->scalar_type());
+  if (mask.scaled_input && args.input_scale) grads.grad_scaled_input = like_input(args.grad_output->scalar_type());
+  if (mask.input_scale && args.input_scale) grads.grad_input_scale = gradient(types.input_scale);
   return grads;
 }
 

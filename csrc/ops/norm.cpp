@@ -130,7 +130,7 @@ ForwardOutputs call_forward(const ForwardArgs& args) {
 }
 
 BackwardOutputs call_backward(const BackwardArgs& args) {
-  const auto output_mask = c10::bit_cast<std::array<bool, 6>>(args.wants);
+  const auto output_mask = c10::bit_cast<std::array<bool, 6>>(args.output_mask);
   static const auto op = find("layernorm::backward", "", backward_operator<call_backward>);
   auto results = call_with_options(op, args.options, args.grad_output, args.input, args.normalized_shape, args.mean,
                                    args.rstd, args.weight, args.bias, output_mask, args.grad_sum, args.gate,

@@ -121,8 +121,8 @@ struct ForwardOutputs {
   Tensor output, sum, mean, rstd;
 };
 
-// The gradients that backward computes, in the order of output_mask and of BackwardOutputs.
-struct WantedGradients {
+// Which gradients backward computes, in the order of BackwardOutputs: the bool[6] output_mask of the schema.
+struct OutputMask {
   bool input, weight, bias, gate, scaled_input, input_scale;
 };
 
@@ -134,7 +134,7 @@ struct BackwardArgs {
   OptionalTensorRef mean;
   TensorRef rstd;
   OptionalTensorRef weight, bias;
-  WantedGradients wants;
+  OutputMask output_mask;
   OptionalTensorRef grad_sum, gate, input_scale, scaled_input;
   Options options;
 
@@ -150,7 +150,7 @@ struct BackwardArgs {
     f("scaled_input", args.scaled_input);
   }
 };
-// Gradients that are not wanted are undefined.
+// Gradients that output_mask excludes are undefined.
 struct BackwardOutputs {
   Tensor grad_input, grad_weight, grad_bias, grad_gate, grad_scaled_input, grad_input_scale;
 
@@ -225,9 +225,9 @@ auto backward_operator(const Tensor& grad_output, const Tensor& input, SymIntArr
                        const optional<Tensor>& bias, std::array<bool, 6> output_mask, const optional<Tensor>& grad_sum,
                        const optional<Tensor>& gate, const optional<Tensor>& input_scale,
                        const optional<Tensor>& scaled_input, LAYERNORM_OPTION_PARAMETERS) {
-  const auto wants = c10::bit_cast<WantedGradients>(output_mask);
-  BackwardOutputs outputs = kBackward({grad_output, input, normalized_shape, mean, rstd, weight, bias, wants, grad_sum,
-                                       gate, input_scale, scaled_input, LAYERNORM_OPTIONS});
+  BackwardOutputs outputs =
+      kBackward({grad_output, input, normalized_shape, mean, rstd, weight, bias, c10::bit_cast<OutputMask>(output_mask),
+                 grad_sum, gate, input_scale, scaled_input, LAYERNORM_OPTIONS});
   const auto to_results = [](Tensor& grad_input, auto&... others) {
     return std::tuple(std::move(grad_input), as_optional(std::move(others))...);
   };
