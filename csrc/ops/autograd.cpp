@@ -176,7 +176,11 @@ ForwardOutputs forward_autograd(const ForwardArgs& args) {
                            (residual && residual->scalar_type() != input->scalar_type());
   const bool saves_gate = gate && (saves_input || !options.gate_first);
   const bool saves_input_scale = node->has_residual && input_scale && any_requires_grad(input, input_scale);
-  // Saved before the call, which may overwrite a tensor that shares memory with the residual.
+  const bool needs_bias_values = options.memory_efficient ? saves_input : needs_bias(args) && requires_grad(gate);
+  const bool needs_bias_type = requires_grad(bias) && has_other_type(*bias, weight);
+  // Arguments are saved before the call, so that backward refuses those that it has overwritten with the residual.
+  if (weight) node->saved_weight = SavedTensor(*weight);
+  if (bias && (needs_bias_values || needs_bias_type)) node->saved_bias = SavedTensor(*bias);
   if (saves_gate) node->saved_gate = SavedTensor(*gate);
   if (saves_input_scale) node->saved_input_scale = SavedTensor(*input_scale);
   if (saves_input_scale && requires_grad(input_scale)) node->saved_scaled_input = SavedTensor(input);
@@ -191,10 +195,6 @@ ForwardOutputs forward_autograd(const ForwardArgs& args) {
   torch::autograd::set_history(output, node);
   const Tensor& x = options.memory_efficient ? output : sum.defined() ? sum : *input;
   if (saves_input) node->saved_input = SavedTensor(x, /*is_output=*/options.memory_efficient || node->has_residual);
-  if (weight) node->saved_weight = SavedTensor(*weight);
-  const bool needs_bias_values = options.memory_efficient ? saves_input : needs_bias(args) && requires_grad(gate);
-  const bool needs_bias_type = requires_grad(bias) && has_other_type(*bias, weight);
-  if (bias && (needs_bias_values || needs_bias_type)) node->saved_bias = SavedTensor(*bias);
   if (needs_mean(options)) node->saved_mean = SavedTensor(mean);
   node->saved_rstd = SavedTensor(rstd);
   return outputs;
