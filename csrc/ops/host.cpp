@@ -24,7 +24,7 @@ void no_kernel_for(const Params& p) {
 
 namespace {
 
-// The kernels of a backend, and what the host code does because they cannot.
+// The kernels of a backend, and what they support or require.
 struct Cpu {
   static constexpr auto forward = cpu::forward;
   static constexpr auto backward = cpu::backward;
@@ -77,7 +77,8 @@ class Workspace final : public Allocator {
   Tensor tensor_;
 };
 
-Tensor with_format(Tensor output, const ForwardArgs& args) {
+// Gives an output the memory format that forward returns, see keeps_channels_last().
+Tensor to_result_format(Tensor output, const ForwardArgs& args) {
   return keeps_channels_last(args) ? output.clone(args.input->suggest_memory_format()) : output;
 }
 
@@ -109,7 +110,7 @@ ForwardOutputs forward(const ForwardArgs& args) {
   check_allocated(args);
   if (args.inplace) {
     check_inplace(args);
-    if (may_overlap(args)) return forward_apart(forward<Backend>, args);
+    if (may_overlap(args)) return forward_without_overlap(forward<Backend>, args);
   }
   const Tensor& input = args.input;
   const auto& residual = args.residual;
@@ -117,7 +118,7 @@ ForwardOutputs forward(const ForwardArgs& args) {
   Call call(residual ? *residual : input, args, Backend::needs_alignment);
   if (!Backend::has_float64 && input.scalar_type() == at::kDouble && !call.is_empty()) {
     ForwardOutputs outputs = forward_float64(args);
-    outputs.output = with_format(std::move(outputs.output), args);
+    outputs.output = to_result_format(std::move(outputs.output), args);
     return outputs;
   }
   if (!call.has_kernel()) return forward_by_copies(forward<Backend>, args);
@@ -126,12 +127,12 @@ ForwardOutputs forward(const ForwardArgs& args) {
   Tensor output = call.allocate_like_input(input.scalar_type()), sum, mean, rstd = call.allocate_statistic();
   if (!args.options.rms) mean = allocate(rstd.sizes(), rstd.options());
   if (residual) {
-    const bool reuses = args.inplace && call.has_layout_of_output(*residual);
-    sum = reuses ? *residual : call.allocate_like_input(residual->scalar_type());
+    const bool overwrites = args.inplace && call.has_layout_of_output(*residual);
+    sum = overwrites ? *residual : call.allocate_like_input(residual->scalar_type());
   }
   if (call.is_empty()) {
     if (mean.defined()) mean.zero_();
-    return {with_format(output, args), sum, mean, rstd.zero_()};
+    return {to_result_format(output, args), sum, mean, rstd.zero_()};
   }
   Workspace workspace(input);
   ForwardParams params;
@@ -148,10 +149,10 @@ ForwardOutputs forward(const ForwardArgs& args) {
   params.sum_dtype = residual ? dtype_of(residual->scalar_type()) : params.dtype;
   Backend::forward(params);
   if (args.inplace && !sum.is_same(*residual)) sum = residual->copy_(sum);
-  return {with_format(std::move(output), args), std::move(sum), std::move(mean), std::move(rstd)};
+  return {to_result_format(std::move(output), args), std::move(sum), std::move(mean), std::move(rstd)};
 }
 
-// Computes the gradients that are allocated.
+// Calls the kernels, which compute the gradients that `grads` has allocated.
 template <class Backend>
 void run_backward(Call& call, const BackwardArgs& args, const BackwardOutputs& grads) {
   const auto& types = call.types;
@@ -234,7 +235,7 @@ ForwardOutputs forward_meta(const ForwardArgs& args) {
   const auto shape = statistics_shape<c10::SymDimVector>(input.sym_sizes(), normalized_dims, args.options);
   const bool images = args.options.images;
   ForwardOutputs outputs;
-  outputs.output = with_format(meta_like(input, input.scalar_type(), images), args);
+  outputs.output = to_result_format(meta_like(input, input.scalar_type(), images), args);
   if (args.residual) {  // none with images
     outputs.sum = args.inplace ? *args.residual : at::empty_symint(input.sym_sizes(), args.residual->options());
   }

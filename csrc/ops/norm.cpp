@@ -142,8 +142,8 @@ BackwardOutputs call_backward(const BackwardArgs& args) {
 
 namespace {
 
-// A kernel for the negative bit. torch's own works only with operators that return the tensor that they change, and
-// torch.compile only with operators that do not. The other operators have torch's fallback.
+// forward_ for tensors with the negative bit. torch's own fallback works only with operators that return the tensor
+// that they change, and torch.compile only with operators that do not. The other operators have torch's fallback.
 ForwardOutputs forward_negative(const ForwardArgs& args) {
   check_allocated(args);
   ForwardOutputs outputs = call_with(call_forward, args, [](const Tensor& t) { return t.resolve_neg(); });
@@ -151,7 +151,7 @@ ForwardOutputs forward_negative(const ForwardArgs& args) {
   return outputs;
 }
 
-// A kernel for functionalization, whose own kernel also works only with operators that return what they change.
+// forward_ for functionalization, whose own kernel also works only with operators that return what they change.
 ForwardOutputs forward_functional(const ForwardArgs& args) {
   ForwardArgs below = args;
   below.inplace = false;
