@@ -17,7 +17,7 @@ struct Types {
 // Throws an internal error: the host code never selects such a combination.
 [[noreturn]] void no_kernel_for(const Params& params);
 
-// Calls f(Types<T, X, W>{}) with the element types of a backend. `Elements` names them:
+// Calls f(Types<T, X, W>{}) with the element types of a backend. `Elements` names them, Float64 as void if it has none:
 // struct Elements { using Float64 = ...; using Float32 = ...; using Float16 = ...; using BFloat16 = ...; };
 template <class Elements, class F>
 void dispatch_dtypes(const Params& p, F&& f) {

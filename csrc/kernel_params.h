@@ -37,7 +37,7 @@ struct View {
   }
 };
 
-// Allocates memory for the kernels, which the caller keeps until their work has ended.
+// Allocates memory for the kernels. Its owner keeps the memory until their work has ended.
 class Allocator {
  public:
   // Returns uninitialized memory, aligned like any tensor. A call of a backend allocates at most once.
@@ -57,7 +57,7 @@ class Allocator {
 // A gated norm has a weight and a bias of Acc, no residual and no memory_efficient. Forward has an input_scale only
 // with a residual. With channels_first, there is no gate, no residual and no grad_sum.
 struct Params {
-  int64_t samples, rows, cols;  // each >= 1
+  int64_t samples, rows, cols;  // each >= 1; `rows` are those of one sample
   View weight, bias;            // of param_dtype; if absent, ones and zeros
   View input_scale;             // of param_dtype; may be absent
   View gate;                    // of dtype, [samples, rows, cols]; absent without an activation
@@ -77,14 +77,14 @@ struct Params {
 struct ForwardParams : Params {
   View input;     // of dtype
   View residual;  // of sum_dtype; may be absent
-  View sum;       // of sum_dtype: x with a residual; may be residual itself
+  View sum;       // of sum_dtype: x, stored only with a residual, whose memory it may overwrite
   View output;    // of dtype
   double eps;
 };
 
 struct BackwardParams : Params {
   View grad_output;  // of dtype
-  View input;        // of sum_dtype: forward's input; its sum with a residual; its output if memory_efficient
+  View input;        // of sum_dtype: forward's input, or with a residual its sum, or if memory_efficient its output
   View grad_sum;     // of sum_dtype, added to grad_input; may be absent
   View grad_input;   // of sum_dtype; absent, like the following gradients, if autograd does not need it
   View grad_weight, grad_bias;  // of param_dtype

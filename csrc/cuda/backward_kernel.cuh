@@ -280,8 +280,9 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
         });
         for (Acc& sum : column_sums) sum = 0;
       };
-      if (flags.has(kGradWeight)) store_column_sums(dw, 0, p.grad_weight, kWeightPerSample, 0);
-      if (flags.has(kGradBias)) store_column_sums(db, 1, p.grad_bias, kBiasPerSample, plan.num_weight_partials);
+      if (flags.has(kGradWeight)) store_column_sums(dw, /*array=*/0, p.grad_weight, kWeightPerSample, 0);
+      if (flags.has(kGradBias))
+        store_column_sums(db, /*array=*/1, p.grad_bias, kBiasPerSample, plan.num_weight_partials);
     }
   }
   async_wait<0>();  // before the block returns
@@ -363,13 +364,14 @@ Launch plan_launch(const BackwardParams& p) {
   config.cluster = cluster_shares_row ? static_cast<unsigned>(plan.row_blocks) : 1;
 
   // Each resident block has a segment. Few rows take one launch: of a block, or of a cluster with ClusterColumnSums.
-  int64_t segments = choose_variant<T, X>(plan, config, two_launches, 0).resident;
+  int64_t segments = choose_variant<T, X>(plan, config, /*general=*/two_launches, /*column_sum_bytes=*/0).resident;
   const int64_t rounds = ceil_div(p.samples * p.rows, plan.rows_per_round);
   const bool clusters_can_sum = clusters && plan.row_blocks == 1;
   const bool sums_in_cluster = clusters_can_sum && !per_sample && rounds > 1 && rounds <= kMaxClusterSize * kFewRounds;
   if (sums_in_cluster) segments = kMaxClusterSize;
   if (!clusters_can_sum && !per_sample && rounds <= kFewRounds) segments = 1;
-  plan.set_segments(p, plan.rows_per_round, segments, plan.row_blocks > 1 ? 4 : 16);  // long rows keep the GPU busy
+  const int64_t min_rounds = plan.row_blocks > 1 ? 4 : 16;  // long rows are few: shorter segments keep the GPU busy
+  plan.set_segments(p, plan.rows_per_round, segments, min_rounds);
   while (plan.num_segments << plan.log2_owned_cols < p.cols) ++plan.log2_owned_cols;
   const int64_t column_sums = sums_in_cluster ? 2 * plan.num_segments << plan.log2_owned_cols : 0;
   const size_t column_sum_bytes = static_cast<size_t>(column_sums) * sizeof(Acc);

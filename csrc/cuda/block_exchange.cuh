@@ -36,7 +36,7 @@ class BlockExchange {
   __device__ __forceinline__ BlockExchange(Memory& memory, void* workspace, int row_blocks, Flags flags)
       : memory_(memory), workspace_(static_cast<PartialResult*>(workspace)), row_blocks_(row_blocks), flags_(flags) {}
 
-  // Sends the block's result for its row number `round` to the row's blocks. All threads of the block call this.
+  // Sends the block's result for the row of this round to the row's blocks. All threads of the block call this.
   __device__ __forceinline__ void send(const PartialResult& result, int round) const {
     const int block = blockIdx.x, thread = recompute_from(static_cast<int>(threadIdx.x));
     if (flags_.has(kClusterSharesRow)) {

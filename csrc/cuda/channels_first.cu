@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfBackward)
                                       has_statistics ? *address<const Acc>(p.rstd, pixel) : 0, p.memory_efficient);
     const auto load_weight = [&](int64_t c) { return p.zero_centered_weight ? weight[c] + 1 : weight[c]; };
     const auto load_dy = [&](int64_t c) { return exists ? static_cast<Acc>(dy[c]) : 0; };
-    const auto find_d = [&](int64_t c, Acc w) {  // see ScaledStatistics
+    const auto load_d = [&](int64_t c, Acc w) {  // see ScaledStatistics
       if (!exists) return Acc(0);
       const Acc v = static_cast<Acc>(x[c]);
       return p.memory_efficient ? recover_xhat(v, w, bias[c]) : fma(v, statistics.row_scale, -statistics.scaled_mean);
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfBackward)
       }
       double sums[3] = {};
       sum_channels(sums, p.cols, [&](int64_t c, Acc(&run_sums)[3]) {
-        const Acc w = load_weight(c), d = find_d(c, w), g = load_dy(c) * w;
+        const Acc w = load_weight(c), d = load_d(c, w), g = load_dy(c) * w;
         run_sums[0] += d;
         run_sums[1] += g;
         run_sums[2] = fma(g, d, run_sums[2]);
@@ -258,19 +258,19 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfBackward)
                static_cast<Acc>(mean_of(sums[2]) * statistics.scaled_rstd - mean_xhat * mean_g)};
     }
     for_each_channel(p.cols, [&](int64_t c) {
-      const Acc v = load_dy(c);
+      const Acc dy_value = load_dy(c);
       Acc dw = 0;
       if (needs_x) {
-        const Acc w = load_weight(c), xhat = fma(find_d(c, w), statistics.scaled_rstd, -means.mean_xhat);
-        dw = v * xhat;
+        const Acc w = load_weight(c), xhat = fma(load_d(c, w), statistics.scaled_rstd, -means.mean_xhat);
+        dw = dy_value * xhat;
         if (has_dx && exists) {
-          dx[c] = static_cast<T>(means.dx(v * w - means.mean_g, xhat, statistics));
+          dx[c] = static_cast<T>(means.dx(dy_value * w - means.mean_g, xhat, statistics));
         }
       }
       if (!has_dweight && !has_dbias) return;
       // Both sums over the lanes at once: dweight in the lower half of the warp, dbias in the upper half.
       const bool is_upper = lane >= kWarpSize / 2;
-      Acc sum = (is_upper ? v : dw) + __shfl_xor_sync(kAllLanes, is_upper ? dw : v, kWarpSize / 2);
+      Acc sum = (is_upper ? dy_value : dw) + __shfl_xor_sync(kAllLanes, is_upper ? dw : dy_value, kWarpSize / 2);
       sum = sum_over_lanes<kWarpSize / 2>(sum);
       if (lane % (kWarpSize / 2) == 0 && (is_upper ? has_dbias : has_dweight)) {
         const int64_t partial = segment + (is_upper ? plan.num_weight_partials : 0);
@@ -331,7 +331,7 @@ void channels_first_backward(const BackwardParams& p) {
   dispatch_dtypes_of_images<Elements>(p, [&](auto types) {
     const auto kernel = channels_first_backward<typename decltype(types)::T>;
     const int64_t resident = resident_blocks(config, kernel);
-    plan.set_segments(p, kWarpSize, resident, 4);
+    plan.set_segments(p, kWarpSize, resident, /*min_rounds=*/4);
     plan.num_weight_partials = p.grad_weight.data ? plan.num_segments : 0;  // this kernel stores no gradient
     plan.num_bias_partials = p.grad_bias.data ? plan.num_segments : 0;
     config.grid = static_cast<unsigned>(std::min(plan.num_segments, resident));

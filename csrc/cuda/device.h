@@ -65,7 +65,7 @@ struct LaunchConfig {
   Stream stream = nullptr;
   unsigned cluster = 1;            // blocks per cluster, along x; more than 1 needs compute capability 9.0
   bool overlaps_previous = false;  // may start before the stream's previous kernel ends, see wait_for_previous_grid()
-  int device = current_device();   // asked of the runtime for each call
+  int device = current_device();   // on which the kernel runs
 };
 
 // Bytes of static and dynamic shared memory that a block may have on the device.
@@ -270,8 +270,9 @@ __device__ __forceinline__ void load_vector_if(bool condition, Vector& v, const 
 }
 
 // cp.async: starts to copy the first `bytes` of kBytes = 4, 8 or 16 from global to shared memory; the others become
-// zeros. The copies of a thread up to async_commit() are one batch. `unused` is for the emulator: so many bytes at the
-// begin may precede the array, in the aligned 16 bytes of its first element, and the kernel does not read their copy.
+// zeros. async_commit() makes the thread's copies since the last one a group. `unused` is for the emulator: the first
+// so many bytes may precede the array, in the aligned 16 bytes of its first element, and the kernel does not read their
+// copy.
 template <int kBytes>
 __device__ __forceinline__ void async_copy(void* shared, const void* global, int bytes = kBytes, int /*unused*/ = 0) {
   if constexpr (kBytes == 16) {
@@ -284,11 +285,11 @@ __device__ __forceinline__ void async_copy(void* shared, const void* global, int
   }
 }
 __device__ __forceinline__ void async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most the newest kBatchesLeft batches are pending. The thread then sees its other copies; the other
-// threads of the block see them after a barrier.
-template <int kBatchesLeft>
+// Waits until at most the newest kPendingGroups groups of copies are pending. The thread then sees its other copies;
+// the other threads of the block see them after a barrier.
+template <int kPendingGroups>
 __device__ __forceinline__ void async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kBatchesLeft) : "memory");
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPendingGroups) : "memory");
 }
 
 // The index of the block in its cluster.

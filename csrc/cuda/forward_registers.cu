@@ -96,6 +96,7 @@ struct ThreadRows {
   }
 
   // Loads the thread's first kCount vectors of x of a row: input, residual + input, or residual + input_scale * input.
+  // With a residual, x is first the residual, to which the input is added.
   template <int kCount>
   __device__ __forceinline__ void load_x(Vec<X> (&x)[kCount], unsigned row, unsigned sample) const {
     const bool exists = row_exists(row);
@@ -147,7 +148,7 @@ struct ThreadRows {
     const Acc weight_offset = has(kZeroCentered) ? Acc(1) : -Acc(0);  // -0 changes no number
     for (int e = 0; e < kVec; ++e) weight[e] += weight_offset;
   }
-  // Prefetches this thread's share of a sample's weight or bias, a cache line at a time.
+  // Prefetches a sample's weight or bias: each thread of the row requests other cache lines.
   __device__ __forceinline__ void prefetch_weights(const View& view, Flag exists, int64_t sample) const {
     if (!has(exists)) return;
     with_weight_type<T>(plan.flags, [&](auto element) {

@@ -35,7 +35,7 @@ struct StagedPlan : ForwardPlan, RowDivision {
 
 namespace {
 
-constexpr int kMaxStages = 3;  // a lag needs all of them
+constexpr int kMaxStages = 3;  // with a lag: one is summed, one stored and one fetched
 
 // Warps of a block in a cluster, if a cluster of 8 suffices. A multiprocessor runs three such blocks of code for 9.0,
 // or two of other code, and the others go on while one waits at its barrier. It runs only one block of 16 warps.
@@ -74,7 +74,7 @@ struct StagedRows {
   const int block_cols;         // the block's columns; fewer in the last block of a row
   unsigned char* const shared;  // the warp's ring
 
-  // The offset of x in a stage.
+  // The offset of x in a stage of a warp with so many rows.
   __host__ __device__ static int x_begin(int rows) { return rows * static_cast<int>(sizeof(Header)); }
   __host__ static int stage_bytes(int rows, Flags flags) {
     const bool has_input_or_gate = flags.has(kResidual | kGatedNorm);
@@ -84,7 +84,7 @@ struct StagedRows {
   __device__ __forceinline__ int rows_per_warp() const {
     return Variant::kRowSpansWarps ? 1 : kWarpSize / columns.row_lanes();
   }
-  // The header of this thread's row; then the warp's shared memory of the arrays.
+  // The parts of a stage: the header of this thread's row, and the arrays of the warp's rows.
   __device__ __forceinline__ Header& header(int stage) const {
     return reinterpret_cast<Header*>(shared + stage)[Variant::kRowSpansWarps ? 0 : columns.row_in_warp];
   }
@@ -140,11 +140,11 @@ struct StagedRows {
     return column < block_cols ? load_weight_element<T>(p.input_scale, sample, block_begin + column, flags) : 0;
   }
   __device__ __forceinline__ bool row_exists(int stage) const { return header(stage).row_number >= 0; }
-  // The staged row's sample, and its index there.
+  // The staged row's sample, and its index there. A row that does not exist (-1) gets row 0, and is not stored.
   __device__ __forceinline__ RowIndex find_row(int stage) const {
     return find_sample(max(header(stage).row_number, int64_t{0}), flags.has(kHasSamples), plan.rows_per_sample);
   }
-  // Replaces the staged residual by the sum: residual + input, or residual + input_scale * input.
+  // Replaces the staged residual by the sum x: residual + input, or residual + input_scale * input.
   __device__ __forceinline__ void add_input_to_residual(int stage) const {
     const auto columns = this->columns.recomputed();
     X* const x = staged_x(stage);
@@ -290,7 +290,8 @@ struct StagedRows {
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
 // The largest block of BlockVectors and BlockElements for __launch_bounds__, which gives a thread 80 registers in code
-// for 9.0, 96 for 8.0, and 128 for 10.0 and later, which would spill with fewer. So many threads are resident.
+// for 9.0, 96 for 8.0, and 128 for 10.0 and later, which would spill with fewer. So many threads are resident. The
+// second bound, one resident block, is that of the other variants; 0 is none.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 1000
 constexpr int kResidentThreads = 512;
 #elif __CUDA_ARCH__ >= 900

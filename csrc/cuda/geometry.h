@@ -49,7 +49,7 @@ enum Flag : unsigned {
   kGradBias = 1 << 12,
   kGradSum = 1 << 13,
   kMemoryEfficient = 1 << 14,
-  kWeightPerSample = 1 << 15,  // each sample has a gradient of its own
+  kWeightPerSample = 1 << 15,  // each sample has a dweight of its own
   kBiasPerSample = 1 << 16,
   kInputScale = 1 << 17,  // forward only
   kGatedNorm = 1 << 18,
@@ -206,10 +206,11 @@ __device__ __forceinline__ void with_row_addresses(Index number, bool has_sample
 
 // ---- weight gradients -----------------------------------------------------------------------------------------------
 
-// Rounds over which a thread of backward sums its columns in registers. Longer sums in float would round too much.
+// Rounds over which a thread of backward sums its columns in registers. Longer sums in float would round too much. In a
+// round, a block takes rows_per_round rows: one, or one for each group of its threads.
 constexpr int kRoundsPerSum = 256;
 
-// The partial sums [num, pitch] of a gradient in the workspace: a row for each segment.
+// The partial sums [num, pitch] of a gradient in the workspace: a row for each of `num` segments.
 struct PartialSums {
   View gradient;
   bool is_per_sample;

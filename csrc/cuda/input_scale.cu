@@ -62,7 +62,7 @@ struct ThreadVector {
   }
 };
 
-// The kernel for x of T and ds of X.
+// The kernel for x of T and ds of X. The block adds the sums of its threads in thread_sums, its shared memory.
 template <class T, class X, int kVec>
 __device__ __forceinline__ void compute_gradients(const BackwardParams& p, const InputScalePlan& plan,
                                                   double (&thread_sums)[kThreads][kVec]) {
@@ -133,7 +133,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardParams& p, const
 // The instance for elements of kBytes: float, or float16 and bfloat16, which are chosen at run time like X. An instance
 // for each type would be no faster, because the kernel waits for memory.
 template <int kBytes>
-__global__ void __launch_bounds__(kThreads) scale_gradients(const BackwardParams p, const InputScalePlan plan) {
+__global__ void __launch_bounds__(kThreads) input_scale_gradients(const BackwardParams p, const InputScalePlan plan) {
   __shared__ double thread_sums[kThreads][16 / kBytes];
   const auto compute_16_bit = [&](auto element) {
     using T = decltype(element);
@@ -171,7 +171,7 @@ class ReservingAllocator final : public Allocator {
   void* reserved_ = nullptr;
 };
 
-auto kernel_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? scale_gradients<4> : scale_gradients<2>; }
+auto kernel_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? input_scale_gradients<4> : input_scale_gradients<2>; }
 
 // Plans the launch, and completes `config`.
 InputScalePlan make_plan(const BackwardParams& p, LaunchConfig& config) {
@@ -189,7 +189,7 @@ InputScalePlan make_plan(const BackwardParams& p, LaunchConfig& config) {
   config.block = dim3(static_cast<unsigned>(threads), static_cast<unsigned>(rows_per_round));
   config.grid.x = static_cast<unsigned>(ceil_div(vectors, threads));
   const int64_t resident = std::max<int64_t>(resident_blocks(config, kernel_of(p.dtype)) / config.grid.x, 1);
-  plan.set_segments(p, rows_per_round * kRowsInFlight, resident, 4);
+  plan.set_segments(p, rows_per_round * kRowsInFlight, resident, /*min_rounds=*/4);
   config.grid.y = static_cast<unsigned>(std::min(plan.num_segments, kMaxGridY));
   config.stream = static_cast<Stream>(p.stream);
   config.overlaps_previous = true;

@@ -166,14 +166,14 @@ __device__ __forceinline__ Moments unpack(const Acc (&packed)[3], Acc row_scale)
   const bool is_rescaled = signbit(packed[2]);
   const Acc m2 = abs(packed[2]);
   if (row_scale == 1) return {packed[0], packed[1], is_rescaled ? kInfinity : m2, 1};
-  const Acc scale = is_rescaled ? 1 : row_scale;
-  return {packed[0] * scale, packed[1] * scale, m2 * scale * scale, row_scale};
+  const Acc factor = is_rescaled ? 1 : row_scale;
+  return {packed[0] * factor, packed[1] * factor, m2 * factor * factor, row_scale};
 }
 
 // Merges the packed moments of the blocks that share a row (Chan, Golub and LeVeque, 1979), in an order that depends
 // only on their number: first the mean, then m2 = sum over the blocks of their m2 + cols * (their mean - mean)^2. Each
-// block has block_cols columns, and the last one last_block_cols. The lanes of one warp share the blocks. If m2
-// overflows, all is repeated with kRowScale.
+// block has block_cols columns, and the last one last_block_cols. A warp calls this, and each lane adds every 32nd
+// block. If m2 overflows, the merge is repeated with kRowScale.
 __device__ __forceinline__ Moments merge_blocks(const Acc (*blocks)[3], int num_blocks, Acc block_cols,
                                                 Acc last_block_cols, const Divisor<Acc>& cols) {
   const int lane = threadIdx.x % kWarpSize;

@@ -12,9 +12,8 @@ namespace layernorm::cuda {
 //   kVectors   vectors of 16 bytes. A lane copies its own vectors to shared memory, so that no other thread reads them.
 //              All rows must be aligned and whole vectors.
 //   kElements  every 32nd element, or 16th, 8th, ... if a row has fewer lanes, so that shared memory has no bank
-//              conflicts. Together, the lanes copy the aligned 16 bytes ("granules") that cover the columns, which
-//              needs
-//              __syncwarp().
+//              conflicts. Together, the lanes copy the aligned 16 bytes ("granules") that cover the columns. Each
+//              reads what others have copied, after __syncwarp().
 //   kGeneral   the columns of either, as run time decides; copied and read as with kElements.
 //
 //   bfloat16 columns     mapping     lane l of warp 0 (columns 0 to 511)     lane l of warp 1
@@ -235,8 +234,8 @@ struct GatedRows : BasicVariant<Mapping::kGeneral, 0, kGatedUnsupported> {  // a
   static constexpr bool kIsGated = true;
 };
 
-// Waits until the copies of the oldest of `stages` pending stages have arrived. cp.async needs the number of the others
-// at compile time, so this recurses from kMostStages down to `stages`.
+// Waits until the copies of the oldest of `stages` pending stages have arrived. async_wait() needs the number of the
+// other stages at compile time, so this recurses from kMostStages down to `stages`.
 template <int kMostStages>
 __device__ __forceinline__ void wait_for_stage(int stages) {
   if constexpr (kMostStages > 1) {

@@ -31,12 +31,17 @@ bool is_transformed(const Args& args) {
   return result;
 }
 
-bool wants_gradient(const Tensor& t) { return t.requires_grad() && at::GradMode::is_enabled(); }
-bool wants_gradient(const OptionalTensorRef& t) { return t && wants_gradient(*t); }
+bool requires_grad(const Tensor& t) { return t.requires_grad() && at::GradMode::is_enabled(); }
+bool requires_grad(const OptionalTensorRef& t) { return t && requires_grad(*t); }
+template <class... Tensors>
+bool any_requires_grad(const Tensors&... tensors) {
+  return (requires_grad(tensors) || ...);
+}
+// Whether autograd records a call.
 template <class Args>
-bool wants_any_gradient(const Args& args) {
+bool needs_node(const Args& args) {
   bool result = false;
-  for_each_tensor(args, [&](const char*, const Tensor& t) { result |= wants_gradient(t); });
+  for_each_tensor(args, [&](const char*, const Tensor& t) { result |= requires_grad(t); });
   return result;
 }
 
@@ -44,73 +49,85 @@ bool wants_any_gradient(const Args& args) {
 
 // The derivative of forward. The gradient of an input beside a float32 residual is float32; autograd converts it.
 struct LayerNormBackward : RecordableNode<LayerNormBackward> {
-  variable_list derivative(const variable_list& grads, Wanted wanted) {
-    const auto [wants_input, wants_weight, wants_bias, wants_residual, wants_gate, wants_input_scale] = wanted;
-    const auto grad_sum = as_optional(has_residual ? grads[0] : Tensor());  // the sum is the first output
+  // `grads` has the upstream gradients of the sum, if has_residual, and of the output.
+  variable_list derivative(const variable_list& grads, NeedsInputGrad needs_input_grad) {
+    const auto [needs_input, needs_weight, needs_bias, needs_residual, needs_gate, needs_input_scale] =
+        needs_input_grad;
     const Tensor& grad_output = grads.back();
-    const auto s = as_optional(input_scale.unpack(*this)), scaled = as_optional(scaled_input.unpack(*this));
-    const auto z = as_optional(gate.unpack(*this));
-    BackwardOutputs g;
+    const auto grad_sum = as_optional(has_residual ? grads[0] : Tensor());
+    const auto input_scale = unpack(saved_input_scale), scaled_input = unpack(saved_scaled_input);
+    BackwardOutputs outputs;
     if (grad_output.defined()) {
-      Tensor x = input.unpack(*this);
-      if (!x.defined()) x = grad_output;  // only its shape, dtype and device matter
-      const auto m = as_optional(mean.unpack(*this)), w = as_optional(weight.unpack(*this));
-      const auto b = as_optional(bias.unpack(*this));
-      const Tensor r = rstd.unpack(*this);
-      const WantedGradients wants = {s ? wants_residual : wants_input || wants_residual,
-                                     wants_weight,
-                                     wants_bias,
-                                     wants_gate,
-                                     wants_input && s,
-                                     wants_input_scale};
-      g = call_backward({grad_output, x, normalized_shape, m, r, w, b, wants, grad_sum, z, s, scaled, options});
-    } else if (grad_sum) {  // the gradients of the sum alone
-      const auto acc = rstd.unpack(*this).scalar_type();
-      g.grad_input = *grad_sum;
-      if (s) {
-        const auto normalized_dims = static_cast<int64_t>(normalized_shape.size());
-        const Tensor rows = with_all_dims(*s, grad_sum->dim(), normalized_dims, options);
-        if (wants_input) g.grad_scaled_input = rows.to(acc) * grad_sum->to(acc);
-        if (wants_input_scale) {
-          const Tensor sum = at::sum_to(grad_sum->to(acc) * scaled->to(acc), rows.sym_sizes());
-          g.grad_input_scale = sum.to(s->scalar_type()).reshape_symint(s->sym_sizes());
-        }
-      }
+      Tensor input = saved_input.unpack(*this);
+      if (!input.defined()) input = grad_output;  // only its shape, dtype and device matter
+      const auto weight = unpack(saved_weight), bias = unpack(saved_bias), gate = unpack(saved_gate);
+      const auto mean = unpack(saved_mean);
+      const Tensor rstd = saved_rstd.unpack(*this);
+      // The operator's grad_input is the gradient of the sum.
+      const bool needs_grad_input = needs_residual || (needs_input && !input_scale);
+      const OutputMask mask = {needs_grad_input,           needs_weight,     needs_bias, needs_gate,
+                               needs_input && input_scale, needs_input_scale};
+      outputs = call_backward({grad_output, input, normalized_shape, mean, rstd, weight, bias, mask, grad_sum, gate,
+                               input_scale, scaled_input, options});
+    } else if (grad_sum) {
+      outputs = derivative_of_sum(*grad_sum, input_scale, scaled_input, needs_input, needs_input_scale);
     }
-    variable_list result = {s ? g.grad_scaled_input : g.grad_input,
-                            g.grad_weight,
-                            g.grad_bias,
-                            g.grad_input,
-                            g.grad_gate,
-                            g.grad_input_scale};
-    if (!wants_input) result[0] = Tensor();
-    if (!wants_residual) result[3] = Tensor();
-    return result;
+    const Tensor& grad_input = input_scale ? outputs.grad_scaled_input : outputs.grad_input;
+    return {needs_input ? grad_input : Tensor(),
+            outputs.grad_weight,
+            outputs.grad_bias,
+            needs_residual ? outputs.grad_input : Tensor(),
+            outputs.grad_gate,
+            outputs.grad_input_scale};
   }
 
-  auto saved() { return std::tie(input, weight, bias, mean, rstd, gate, input_scale, scaled_input); }
+  auto saved() {
+    return std::tie(saved_input, saved_weight, saved_bias, saved_mean, saved_rstd, saved_gate, saved_input_scale,
+                    saved_scaled_input);
+  }
   auto values() { return std::tuple_cat(std::tie(normalized_shape, has_residual), options.fields()); }
 
   std::string name() const override { return "LayerNormBackward"; }
 
-  // Tensors that the wanted gradients do not need are absent.
-  Saved input;  // the sum if there is a residual; the output if memory_efficient; absent if only the bias is wanted
-  Saved weight, mean, rstd;
-  Saved bias;  // only if memory_efficient, for the gradient of a gate, or if its shape or dtype is not the weight's
-  Saved gate, input_scale;
-  Saved scaled_input;  // only if the gradient of input_scale is wanted
+  // Tensors that no needed gradient depends on are absent.
+  SavedTensor saved_input;  // the sum if has_residual; the output if memory_efficient; absent if only dbias is needed
+  SavedTensor saved_weight, saved_mean, saved_rstd;
+  SavedTensor saved_bias;  // for its values, see needs_bias(), or if its shape or dtype is not the weight's
+  SavedTensor saved_gate, saved_input_scale;
+  SavedTensor saved_scaled_input;  // the input, for the gradient of input_scale
   std::vector<c10::SymInt> normalized_shape;
   bool has_residual = false;
   Options options;
+
+ private:
+  optional<Tensor> unpack(const SavedTensor& t) { return as_optional(t.unpack(*this)); }
+
+  // The gradients of residual + input_scale * input. They are all that is needed if the output has no upstream
+  // gradient.
+  BackwardOutputs derivative_of_sum(const Tensor& grad_sum, const optional<Tensor>& input_scale,
+                                    const optional<Tensor>& scaled_input, bool needs_input, bool needs_input_scale) {
+    BackwardOutputs outputs;
+    outputs.grad_input = grad_sum;
+    if (!input_scale) return outputs;
+    const auto acc = saved_rstd.unpack(*this).scalar_type();
+    const Tensor wide_grad_sum = grad_sum.to(acc);
+    const auto normalized_dims = static_cast<int64_t>(normalized_shape.size());
+    const Tensor wide_scale = with_all_dims(*input_scale, grad_sum.dim(), normalized_dims, options).to(acc);
+    if (needs_input) outputs.grad_scaled_input = wide_scale * wide_grad_sum;
+    if (needs_input_scale) {
+      const Tensor gradient = at::sum_to(wide_grad_sum * scaled_input->to(acc), wide_scale.sym_sizes());
+      outputs.grad_input_scale = gradient.to(input_scale->scalar_type()).reshape_symint(input_scale->sym_sizes());
+    }
+    return outputs;
+  }
 };
 
-// Whether backward needs the bias for the dtype and the shape of its gradient. A size that is known only at run time
-// may differ.
-bool is_unlike(const Tensor& bias, const Tensor& weight) {
-  if (!bias.defined()) return false;
-  if (!weight.defined() || weight.scalar_type() != bias.scalar_type() || weight.dim() != bias.dim()) return true;
+// Whether the gradient of the bias has another shape or dtype than the weight, whose ones it gets if the bias is absent
+// in backward. A size that is known only at run time may differ.
+bool has_other_type(const Tensor& bias, const OptionalTensorRef& weight) {
+  if (!weight || weight->scalar_type() != bias.scalar_type() || weight->dim() != bias.dim()) return true;
   for (int64_t d = 0; d < bias.dim(); ++d) {
-    if (!TORCH_GUARD_OR_FALSE(weight.sym_size(d).sym_eq(bias.sym_size(d)))) return true;
+    if (!TORCH_GUARD_OR_FALSE(weight->sym_size(d).sym_eq(bias.sym_size(d)))) return true;
   }
   return false;
 }
@@ -122,7 +139,7 @@ struct NoDerivative : torch::autograd::Node {
 
 // ---- the keys Autograd and ADInplaceOrView --------------------------------------------------------------------------
 
-// Calls the kernels, and tells the tensors that were saved of a residual that is overwritten.
+// Calls the kernels. Tensors that were saved and share memory with a residual that is overwritten become invalid.
 ForwardOutputs forward_below(const ForwardArgs& args) {
   ForwardOutputs outputs;
   {
@@ -135,39 +152,39 @@ ForwardOutputs forward_below(const ForwardArgs& args) {
 
 ForwardOutputs forward_autograd(const ForwardArgs& args) {
   if (is_transformed(args)) return forward_composite(args);
+  if (!needs_node(args)) return forward_below(args);
   const auto& [input, normalized_shape, weight, bias, eps, options, residual, gate, input_scale, inplace] = args;
-  const bool records = wants_any_gradient(args);
-  const auto call = [&] {
-    if (args.inplace && records) {
-      TORCH_CHECK(!args.residual->is_view(),
-                  "Expected residual not to be a view of another tensor where it is changed in "
-                  "place and gradients are recorded, but got a view of a tensor of shape ",
-                  args.residual->_base().sym_sizes());
-      torch::autograd::check_inplace(*args.residual, records);
-    }
-    return forward_below(args);
-  };
-  if (!records) return call();
-  const auto wants = [](const auto&... tensors) { return (wants_gradient(tensors) || ...); };
-  const Tensor w = weight ? *weight : Tensor(), b = bias ? *bias : Tensor();
+  if (inplace) {
+    TORCH_CHECK(!residual->is_view(),
+                "Expected residual not to be a view of another tensor where it is changed in "
+                "place and gradients are recorded, but got a view of a tensor of shape ",
+                residual->_base().sym_sizes());
+    torch::autograd::check_inplace(*residual, /*requires_grad=*/true);
+  }
   const auto node = make_node<LayerNormBackward>();
   const auto edge = [](const auto& t) {
     return t ? torch::autograd::impl::gradient_edge(*t) : torch::autograd::Edge();
   };
   node->set_next_edges({edge(input), edge(weight), edge(bias), edge(residual), edge(gate), edge(input_scale)});
-  // Otherwise the sum is a constant, and the node is that of a norm whose input is the sum.
-  node->has_residual = residual && wants(input, residual, input_scale);
-  const bool keeps_input = wants(input, residual, weight, gate, input_scale) ||
-                           (residual && residual->scalar_type() != input->scalar_type());
-  const bool keeps_gate = gate && (keeps_input || !options.gate_first);
-  const bool keeps_input_scale = input_scale && node->has_residual && wants(input, input_scale);
-  const bool keeps_bias = options.memory_efficient ? keeps_input : needs_bias(args) && wants(gate);
-  if (keeps_gate) node->gate = Saved(*gate);
-  if (keeps_input_scale) node->input_scale = Saved(*input_scale);
-  if (keeps_input_scale && wants(input_scale)) node->scaled_input = Saved(input);
   node->normalized_shape.assign(normalized_shape.begin(), normalized_shape.end());
   node->options = options;
-  ForwardOutputs outputs = call();
+  // Otherwise the sum is a constant, and the node is that of a norm whose input is the sum.
+  node->has_residual = residual && any_requires_grad(input, residual, input_scale);
+  // dbias is the sum of grad_output over the rows, or of its product with a gate that multiplies the output. It needs
+  // the input only for its dtype, where that is not grad_output's.
+  const bool saves_input = any_requires_grad(input, residual, weight, gate, input_scale) ||
+                           (residual && residual->scalar_type() != input->scalar_type());
+  const bool saves_gate = gate && (saves_input || !options.gate_first);
+  const bool saves_input_scale = node->has_residual && input_scale && any_requires_grad(input, input_scale);
+  const bool needs_bias_values = options.memory_efficient ? saves_input : needs_bias(args) && requires_grad(gate);
+  const bool needs_bias_type = requires_grad(bias) && has_other_type(*bias, weight);
+  // Arguments are saved before the call, so that backward refuses those that it has overwritten with the residual.
+  if (weight) node->saved_weight = SavedTensor(*weight);
+  if (bias && (needs_bias_values || needs_bias_type)) node->saved_bias = SavedTensor(*bias);
+  if (saves_gate) node->saved_gate = SavedTensor(*gate);
+  if (saves_input_scale) node->saved_input_scale = SavedTensor(*input_scale);
+  if (saves_input_scale && requires_grad(input_scale)) node->saved_scaled_input = SavedTensor(input);
+  ForwardOutputs outputs = forward_below(args);
   auto& [output, sum, mean, rstd] = outputs;
   // The sum is the first output, as hooks of a residual that is overwritten require.
   if (inplace && node->has_residual) {
@@ -177,17 +194,15 @@ ForwardOutputs forward_autograd(const ForwardArgs& args) {
   }
   torch::autograd::set_history(output, node);
   const Tensor& x = options.memory_efficient ? output : sum.defined() ? sum : *input;
-  if (keeps_input) node->input = Saved(x, /*is_output=*/options.memory_efficient || node->has_residual);
-  node->weight = Saved(w);
-  if (keeps_bias || (wants(bias) && is_unlike(b, w))) node->bias = Saved(b);
-  if (needs_mean(options)) node->mean = Saved(mean);
-  node->rstd = Saved(rstd);
+  if (saves_input) node->saved_input = SavedTensor(x, /*is_output=*/options.memory_efficient || node->has_residual);
+  if (needs_mean(options)) node->saved_mean = SavedTensor(mean);
+  node->saved_rstd = SavedTensor(rstd);
   return outputs;
 }
 
 BackwardOutputs backward_autograd(const BackwardArgs& args) {
   if (is_transformed(args)) return backward_composite(args);
-  const bool records = wants_any_gradient(args);
+  const bool records = needs_node(args);
   if (records && !args.options.memory_efficient) return backward_composite(args);
   BackwardOutputs outputs;
   {

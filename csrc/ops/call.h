@@ -37,10 +37,10 @@ inline at::DimVector strides_like(const Tensor& images) {
 // or, for images, the strides of at::empty_like().
 class Call {
  public:
-  // `x` is the input or, with a residual, the sum or a tensor of its dtype. With `aligns`, rows and parameters that do
-  // not start at multiples of 16 bytes, see is_aligned(), are copied.
+  // `x` is the input or, with a residual, the sum or a tensor of its dtype. With needs_alignment, rows and parameters
+  // that do not start at multiples of 16 bytes, see is_aligned(), are copied.
   template <class Args>
-  Call(const Tensor& x, const Args& args, bool aligns)
+  Call(const Tensor& x, const Args& args, bool needs_alignment)
       : types(x, args),
         input_(args.input),
         options_(args.options),
@@ -48,7 +48,7 @@ class Call {
         normalized_dims_(static_cast<int64_t>(args.normalized_shape.size())),
         batch_dims_(args.input->dim() - normalized_dims_ + (num_groups_ > 1)),
         dims_(args.input->dim() + (num_groups_ > 1)),
-        aligns_(aligns) {
+        needs_alignment_(needs_alignment) {
     is_plain_ =
         num_groups_ == 1 && !options_.images && input_.is_contiguous() && (!args.gate || args.gate->is_contiguous());
     for_each_parameter(args, [&](const char*, const auto& p) { is_plain_ &= !p || p->dim() <= normalized_dims_; });
@@ -107,7 +107,7 @@ class Call {
   // The views of a tensor that the kernels write; an undefined tensor has no data.
   View write(const Tensor& t) const { return t.defined() ? with_data(view(t), t) : View(); }
   View write_statistic(const Tensor& t) const { return t.defined() ? with_data(statistic_view(t), t) : View(); }
-  // The sample stride of a gradient that is not wanted also says whether each sample has a gradient of its own: the
+  // The sample stride of a gradient that is not computed also says whether each sample has a gradient of its own: the
   // order in which kernels sum other gradients depends on it.
   View write_gradient(const GradientType& type, const Tensor& t) const {
     const bool is_own = present(type.model) ? type.model->numel() > cols : num_groups_ > 1;
@@ -138,11 +138,12 @@ class Call {
     const auto& sizes = input_.sizes();
     const auto strides = options_.images ? strides_like(input_) : c10::contiguous_strides(sizes);
     const Layout output = {sizes, strides};
-    channels_first = joint_stride(output, batch_dims_, dims_, 1, all_) != 1;
-    bool has_kernel = !channels_first || joint_stride(output, 1, batch_dims_, 0, all_) == 1;
+    channels_first = joint_stride(output, batch_dims_, dims_, 1, every_dim_) != 1;
+    bool has_kernel = !channels_first || joint_stride(output, 1, batch_dims_, 0, every_dim_) == 1;
     for_each_parameter(args, [&](const char*, const auto& p) { has_kernel &= !p || has_all_samples_or_none(*p); });
     const bool per_sample = std::find(is_sample_.begin(), is_sample_.end(), true) != is_sample_.end();
     if (!per_sample && has_kernel) {
+      // The kernels should read the input and the gate in place, or else the input, or else write the output.
       const auto input_fits = [&] { return fits(output) && fits(layout(input_)); };
       const auto all_fit = [&] { return input_fits() && (!args.gate || fits(layout(*args.gate))); };
       if (!make_samples_until(all_fit) && !make_samples_until(input_fits)) {
@@ -158,7 +159,7 @@ class Call {
   template <class F>
   bool make_samples_until(const F& done) {
     std::fill(is_sample_.begin(), is_sample_.end(), false);
-    // If pixels were samples, the kernel for one image, and therefore its bits, would differ from that for several.
+    // With the pixels of a single image as samples, its bits would differ from those of the same image among others.
     const int64_t end = channels_first ? std::min<int64_t>(batch_dims_, 1) : batch_dims_;
     for (int64_t d = 0; d < end && !done(); ++d) is_sample_[d] = true;
     return done();
@@ -169,25 +170,26 @@ class Call {
   // The dimensions of a call are [*batch, num_groups, *normalized]; num_groups only with num_groups. Returns the size
   // and the stride of dimension d of a tensor with the shape of the input, a statistic or a parameter.
   Extent extent(const Layout& t, int64_t d) const {
-    const bool is_sample = num_groups_ > 1 && d == batch_dims_ - 1, is_element = num_groups_ > 1 && d == batch_dims_;
-    const int64_t source = source_of(t, d - is_element);
+    const bool is_group = num_groups_ > 1 && d == batch_dims_ - 1, is_in_group = num_groups_ > 1 && d == batch_dims_;
+    const int64_t source = source_of(t, d - is_in_group);
     if (source < 0) return {1, 0};
     const int64_t size = t.sizes[source], stride = t.strides[source];
-    if (is_sample) return {num_groups_, stride * (size / num_groups_)};
-    return {is_element ? size / num_groups_ : size, stride};
+    if (is_group) return {num_groups_, stride * (size / num_groups_)};
+    return {is_in_group ? size / num_groups_ : size, stride};
   }
 
-  // The dimension of a tensor that is dimension d of the rows, or -1 if the tensor lacks it.
+  // The dimension of a tensor that is dimension d of [*batch, *normalized], or -1 if the tensor lacks it. In images,
+  // the normalized dimension is the second one; a parameter may lack batch dimensions.
   int64_t source_of(const Layout& t, int64_t d) const {
     const auto own_dims = static_cast<int64_t>(t.sizes.size());
-    const int64_t lacking = input_.dim() - own_dims;
+    const int64_t missing_dims = input_.dim() - own_dims;
     if (options_.images && own_dims > 1) {
       if (d == input_.dim() - 1) return 1;
       return d == 0 ? 0 : d + 1 < own_dims ? d + 1 : -1;
     }
     const int64_t first_normalized = batch_dims_ - (num_groups_ > 1);
-    if (d >= first_normalized) return d - lacking;
-    return d < first_normalized - lacking ? d : -1;
+    if (d >= first_normalized) return d - missing_dims;
+    return d < first_normalized - missing_dims ? d : -1;
   }
 
   // The stride of the dimension into which the selected dimensions of [begin, end) can be merged without a copy, or
@@ -209,7 +211,7 @@ class Call {
     }
     return stride;
   }
-  static constexpr auto all_ = [](int64_t) { return true; };
+  static constexpr auto every_dim_ = [](int64_t) { return true; };
 
   // The view of a layout, whose strides are -1 where dimensions cannot be merged.
   View view(const Layout& t, const void* data) const {
@@ -217,7 +219,7 @@ class Call {
     const auto is_row = [&](int64_t d) { return !is_sample(d); };
     return {const_cast<void*>(data), joint_stride(t, 0, batch_dims_, 0, is_sample).value_or(-1),
             joint_stride(t, 0, batch_dims_, channels_first ? 1 : cols, is_row).value_or(-1),
-            joint_stride(t, batch_dims_, dims_, 1, all_).value_or(-1)};
+            joint_stride(t, batch_dims_, dims_, 1, every_dim_).value_or(-1)};
   }
   View view(const Tensor& t) const {
     if (is_plain_ && t.is_contiguous()) return {const_cast<void*>(t.const_data_ptr()), 0, cols, 1};
@@ -251,7 +253,7 @@ class Call {
 
   // Whether every row starts at a multiple of the largest power of two, up to 16, that divides its bytes.
   bool is_aligned(const View& view, int64_t size) const {
-    if (!aligns_ || channels_first || cols == 0) return true;
+    if (!needs_alignment_ || channels_first || cols == 0) return true;
     const int64_t row_bytes = cols * size, address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(view.data));
     const int64_t starts = address | view.sample_stride * size | view.row_stride * size;
     return starts % std::min<int64_t>(row_bytes & -row_bytes, 16) == 0;
@@ -276,7 +278,7 @@ class Call {
   const Options& options_;
   const int64_t num_groups_, normalized_dims_;
   const int64_t batch_dims_, dims_;  // including that of the groups
-  const bool aligns_;
+  const bool needs_alignment_;
   bool is_plain_;           // one sample of contiguous rows, as in nearly every call
   bool has_kernel_ = true;  // for other calls
   c10::SmallVector<bool, 5> is_sample_;

@@ -32,8 +32,9 @@ struct NamedParameter {
 };
 using NamedParameters = c10::SmallVector<NamedParameter, 3>;
 
-// Whether torch has a parameter of this name. It has no zero-centered ones.
-bool is_torchs(std::string_view name) { return name == "weight" || name == "bias"; }
+// Whether a parameter gets torch's error, because torch has one of this name. The name of a zero-centered weight
+// differs (public_name).
+bool is_torch_name(std::string_view name) { return name == "weight" || name == "bias"; }
 
 // Requires the shape that geometry.h describes.
 void check_parameter_shape(const NamedParameter& parameter, const Tensor& input, SymIntArrayRef normalized_shape,
@@ -56,7 +57,7 @@ void check_parameter_shape(const NamedParameter& parameter, const Tensor& input,
   bool fits = shape.size() <= sizes.size() && are_equal(shape.slice(own_dims), normalized_shape);
   for (size_t d = 0; fits && d < own_dims; ++d) fits = broadcasts_to(shape[d], sizes[d]);
   if (fits) return;
-  TORCH_CHECK(!is_torchs(name), "Expected ", name, " to be of same shape as normalized_shape, but got ", name,
+  TORCH_CHECK(!is_torch_name(name), "Expected ", name, " to be of same shape as normalized_shape, but got ", name,
               " of shape ", shape, " and normalized_shape = ", normalized_shape, "; or of shape [*batch, ",
               c10::Join(", ", normalized_shape), "], where batch are the first batch sizes or 1 of input of shape ",
               sizes);
@@ -136,16 +137,16 @@ void check_residual(const OptionalTensorRef& residual, const Tensor& input) {
   check_like("residual", *residual, input, is_16_bit(input.scalar_type()) && residual->scalar_type() == at::kFloat);
 }
 
-// Refuses combinations that no kernel has. `other` is a residual or its gradient.
+// Refuses combinations that no kernel has. `residual` is forward's residual or backward's grad_sum, called `name`.
 template <class Args>
-void check_combination(const Args& args, const char* name, const OptionalTensorRef& other) {
+void check_combination(const Args& args, const char* name, const OptionalTensorRef& residual) {
   const Options& options = args.options;
   const auto refuse = [&](const char* tensor, const OptionalTensorRef& t, const char* option) {
     TORCH_CHECK(!t, "Expected ", tensor, " to be None with ", option, ", but got ", tensor, " of shape ",
                 t->sym_sizes(), " and input of shape ", args.input->sym_sizes());
   };
   const auto refuse_residual = [&](const char* option) {
-    refuse(name, other, option);
+    refuse(name, residual, option);
     refuse("input_scale (gate)", args.input_scale, option);
   };
   if (args.gate) refuse_residual("a gate");
@@ -172,14 +173,14 @@ void check_statistic(const char* name, const Tensor& statistic, const Tensor& in
 
 }  // namespace
 
-const char* public_name(std::string_view name, const Options& options) {
+std::string_view public_name(std::string_view name, const Options& options) {
   if (name == "input_scale") return "input_scale (gate)";
   if (options.zero_centered_weight && name == "weight") return "weight (scale)";
   if (options.zero_centered_weight && name == "bias") return "bias (shift)";
-  return name.data();
+  return name;
 }
 
-void check_layout(const char* name, const Tensor& tensor) {
+void check_layout(std::string_view name, const Tensor& tensor) {
   const bool nested = tensor.is_nested(), quantized = tensor.is_quantized();  // and of layout Strided or Jagged
   if (!nested && !quantized && tensor.layout() == at::kStrided) return;
   TORCH_CHECK_NOT_IMPLEMENTED(false, "Expected ", name, " to be a strided tensor, but got ",
@@ -221,7 +222,7 @@ void check_norm(const Args& args) {
   });
   // torch checks a weight and a bias without batch dimensions before the input.
   const auto precedes_input = [&](const NamedParameter& parameter) {
-    return !options.images && is_torchs(parameter.name) && parameter.tensor.dim() <= static_cast<int64_t>(count);
+    return !options.images && is_torch_name(parameter.name) && parameter.tensor.dim() <= static_cast<int64_t>(count);
   };
   for (const auto& parameter : parameters) {
     TORCH_CHECK(!precedes_input(parameter) || are_equal(parameter.tensor.sym_sizes(), normalized_shape), "Expected ",
@@ -271,6 +272,7 @@ void check_forward(const ForwardArgs& args) {
 void check_backward(const BackwardArgs& args) {
   const Tensor& input = args.input;
   check_norm(args);
+  // With a float32 residual, the input is the sum, and grad_output may have 16 bits.
   const bool may_have_residual = !args.gate && !args.options.images && !args.options.memory_efficient;
   check_like("grad_output", args.grad_output, input,
              may_have_residual && input.scalar_type() == at::kFloat && is_16_bit(args.grad_output->scalar_type()));
@@ -280,7 +282,7 @@ void check_backward(const BackwardArgs& args) {
               "Expected scaled_input to be None without an input_scale, but got scaled_input of shape ",
               scaled_input->sym_sizes(), " with input_scale = None and input of shape ", input.sym_sizes());
   if (args.grad_sum) check_like("grad_sum", *args.grad_sum, input);
-  TORCH_CHECK(!args.input_scale || scaled_input || !args.wants.input_scale,
+  TORCH_CHECK(!args.input_scale || scaled_input || !args.output_mask.input_scale,
               "Expected scaled_input to be a tensor where the gradient of input_scale is wanted, but got None with "
               "input_scale of shape ",
               args.input_scale->sym_sizes(), " and input of shape ", input.sym_sizes());
@@ -322,7 +324,7 @@ void check_allocated(const Tensor& tensor, std::string_view name) {
 
 namespace {
 
-// Whether check_allocated() must look at a tensor closely.
+// Whether check_allocated() must look at a tensor closely: a fast test that ordinary tensors pass.
 bool lacks_data(const Tensor& t) { return !t.has_storage() || !t.unsafeGetTensorImpl()->storage_initialized(); }
 
 }  // namespace
@@ -346,7 +348,7 @@ void check_allocated(const ForwardArgs& args) {
 }
 
 void check_allocated(const BackwardArgs& args) {
-  // Only the shape and the dtype of other biases count.
+  // A bias whose values are not needed gives its gradient a shape and a dtype, and may have been freed.
   const Tensor* const unread = args.bias && !needs_bias(args) ? &*args.bias : nullptr;
   for_each_tensor(args, [&](const char* name, const Tensor& t) {
     if (&t != unread && lacks_data(t)) check_allocated(t, public_name(name, args.options));

@@ -10,10 +10,10 @@ namespace layernorm {
 // The name of an argument in error messages: the operator's and, if it differs, that of the adaptive functions, which
 // call a zero-centered weight and its bias scale and shift. The operator does not know its caller, so layer_norm with a
 // zero-centered weight also says "weight (scale)".
-const char* public_name(std::string_view name, const Options& options);
+std::string_view public_name(std::string_view name, const Options& options);
 // Throw an error that names a tensor that is sparse, nested, quantized or in MKL-DNN's layout. The kernels do not get
 // such tensors.
-void check_layout(const char* name, const Tensor& tensor);
+void check_layout(std::string_view name, const Tensor& tensor);
 void check_layouts(const ForwardArgs& args);
 void check_layouts(const BackwardArgs& args);
 // Throw an error that names the argument and both values if the kernels cannot use these arguments.

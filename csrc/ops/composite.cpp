@@ -39,8 +39,9 @@ Tensor mean_of(const Tensor& t, int64_t count) { return t.mean(last_dims(count),
 // The differences x - mean, or x for RMSNorm, times the row_scale, which is a power of two and a constant for
 // autograd. As in the kernels, the mean is corrected for its rounding, and a constant row has differences of zero.
 struct Differences {
-  // magnitude(first_scale, largest) returns the order of magnitude of the standard deviation times first_scale;
-  // `largest` is the largest absolute difference times first_scale.
+  // The row_scale is the product of two powers of two. The second one is chosen from magnitude(first_factor, largest),
+  // the order of magnitude of the standard deviation times first_factor, where `largest` is the largest absolute
+  // difference times first_factor.
   template <class F>
   Differences(const Tensor& x, int64_t count, const Options& options, const F& magnitude) {
     // The products of up to three numbers between 2^-step and 2^step are far from overflow.
@@ -50,26 +51,26 @@ struct Differences {
     const bool empty = TORCH_GUARD_OR_FALSE(x.sym_numel().sym_eq(0));  // amin() refuses empty rows
     const Tensor low = empty ? mean_of(constant, count) : constant.amin(dims, /*keepdim=*/true);
     const Tensor high = empty ? low : constant.amax(dims, /*keepdim=*/true);
-    // Numbers whose sums or differences might overflow are scaled before the subtraction.
+    // Numbers whose sums or differences might overflow are multiplied by the first factor before the subtraction.
     const Tensor one = at::ones_like(low);
-    const Tensor first_scale = at::where(at::maximum(high, -low) > std::exp2(2.2 * step), one * std::exp2(-step), one);
-    values = x * first_scale;
+    const Tensor first_factor = at::where(at::maximum(high, -low) > std::exp2(2.2 * step), one * std::exp2(-step), one);
+    values = x * first_factor;
     Tensor center = at::zeros_like(low);
     if (!options.rms) {
-      const Tensor rounded = mean_of(constant * first_scale, count);
-      center = at::minimum(at::maximum(rounded, low * first_scale), high * first_scale);  // exact for a constant row
+      const Tensor rounded = mean_of(constant * first_factor, count);
+      center = at::minimum(at::maximum(rounded, low * first_factor), high * first_factor);  // exact for a constant row
       values = values - center;
       const Tensor correction = mean_of(values, count);
       values = values - correction;
-      mean = (center + correction.detach()) / first_scale;
+      mean = (center + correction.detach()) / first_factor;
     }
     // Squares that might overflow or underflow are avoided by a second factor. Its product with the first one is
     // finite.
-    const Tensor largest = at::maximum(high * first_scale - center, center - low * first_scale);
-    const Tensor exponent = at::clamp(at::round(at::log2(magnitude(first_scale, largest)) / step), -3, 2);
-    const Tensor second_scale = at::exp2(exponent * -step);
-    values = values * second_scale;
-    row_scale = first_scale * second_scale;
+    const Tensor largest = at::maximum(high * first_factor - center, center - low * first_factor);
+    const Tensor exponent = at::clamp(at::round(at::log2(magnitude(first_factor, largest)) / step), -3, 2);
+    const Tensor second_factor = at::exp2(exponent * -step);
+    values = values * second_factor;
+    row_scale = first_factor * second_factor;
   }
 
   Tensor values, row_scale;
@@ -143,7 +144,7 @@ struct Rows {
   }
   // The inverse for tensors with the dimensions of the input.
   Tensor undo(const Tensor& rows) const { return undo(rows, order); }
-  // The inverse for these and for statistics, in another order.
+  // The inverse for these tensors and for statistics, whose dimensions get this order in memory.
   Tensor undo(Tensor rows, at::IntArrayRef order) const {
     if (!rows.defined()) return rows;
     if (options.has_groups()) {
@@ -154,7 +155,7 @@ struct Rows {
     return in_order(options.images ? rows.movedim(-1, 1) : rows, order, [](const Tensor& t) { return t.contiguous(); });
   }
   // The gradient of a parameter from the gradients of its values in each row.
-  Tensor sum(const Tensor& gradient, const GradientType& type, SymIntArrayRef normalized_shape) const {
+  Tensor parameter_gradient(const Tensor& gradient, const GradientType& type, SymIntArrayRef normalized_shape) const {
     c10::SymDimVector sizes(normalized_shape.begin(), normalized_shape.end());
     if (present(type.model)) {
       const Tensor rows = (*this)(*type.model);
@@ -184,7 +185,7 @@ struct Terms {
       : options(options), count(count), dy(grad_output.to(saved_rstd.scalar_type())) {
     const auto acc = saved_rstd.scalar_type();
     const Differences d(input.to(acc), count, options,
-                        [&](const Tensor& first_scale, const Tensor&) { return first_scale / saved_rstd.detach(); });
+                        [&](const Tensor& first_factor, const Tensor&) { return first_factor / saved_rstd.detach(); });
     const Tensor saved = saved_rstd / d.row_scale, variance = mean(d.values * d.values);
     const Tensor rescaled_rstd = saved * at::rsqrt(saved * saved * (variance - variance.detach()) + 1);
     rstd = rescaled_rstd * d.row_scale;
@@ -225,8 +226,8 @@ ForwardOutputs forward_composite(const ForwardArgs& args) {
   // A root that acc rounds to zero would make constant rows NaN.
   const double eps = args.eps, least = eps == 0 || acc == at::kDouble ? 0 : std::numeric_limits<float>::denorm_min();
   const double root = std::max(std::sqrt(std::fabs(eps)), least);
-  const Differences d(x, count, options, [&](const Tensor& first_scale, const Tensor& largest) {
-    return at::maximum(largest, first_scale * root);
+  const Differences d(x, count, options, [&](const Tensor& first_factor, const Tensor& largest) {
+    return at::maximum(largest, first_factor * root);
   });
   const Tensor rescaled_root = d.row_scale * root, rescaled_eps = rescaled_root * rescaled_root;
   const Tensor variance = mean_of(d.values * d.values, count);
@@ -249,7 +250,7 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
   check_allocated(args);
   const Options& options = args.options;
   TORCH_CHECK_NOT_IMPLEMENTED(!options.memory_efficient, kNoDerivative);
-  const WantedGradients& wants = args.wants;
+  const OutputMask& mask = args.output_mask;
   const Rows rows(args);
   const auto acc = args.rstd->scalar_type();
   const Tensor input = rows(*args.input), grad_output = rows(*args.grad_output);
@@ -261,21 +262,21 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
   }
   const ParameterTypes types(args.input, args);
   BackwardOutputs grads;
-  const auto sum_rows = [&](const Tensor& gradient, const GradientType& type) {
-    return rows.sum(gradient, type, args.normalized_shape);
+  const auto parameter_gradient = [&](const Tensor& gradient, const GradientType& type) {
+    return rows.parameter_gradient(gradient, type, args.normalized_shape);
   };
-  if (wants.bias) grads.grad_bias = sum_rows(dy.to(acc), types.bias);
-  const bool wants_dx = wants.input || wants.gate || wants.scaled_input || wants.input_scale;
-  if (!(wants.weight || wants_dx)) return grads;
+  if (mask.bias) grads.grad_bias = parameter_gradient(dy.to(acc), types.bias);
+  const bool needs_dx = mask.input || mask.gate || mask.scaled_input || mask.input_scale;
+  if (!(mask.weight || needs_dx)) return grads;
 
   const Terms t(dy, x, rows(*args.rstd), rows(args.weight), rows.normalized_dims, options);
-  if (wants.weight) grads.grad_weight = sum_rows(t.dy * t.xhat, types.weight);
-  if (!wants_dx) return grads;
+  if (mask.weight) grads.grad_weight = parameter_gradient(t.dy * t.xhat, types.weight);
+  if (!needs_dx) return grads;
 
   Tensor dx = t.rstd * t.project(t.g);
   if (args.grad_sum) dx = dx + rows(*args.grad_sum).to(acc);
   if (args.gate) {
-    if (wants.gate) {
+    if (mask.gate) {
       Tensor upstream = input.to(acc) * dx;  // of the activation
       if (!options.gate_first) {
         upstream = t.times_weight(t.xhat);
@@ -286,12 +287,13 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
     }
     if (options.gate_first) dx = dx * activated;
   } else if (args.input_scale) {
-    if (wants.scaled_input) {
+    if (mask.scaled_input) {
       grads.grad_scaled_input = rows.undo((rows(*args.input_scale).to(acc) * dx).to(grad_output.scalar_type()));
     }
-    if (wants.input_scale) grads.grad_input_scale = sum_rows(dx * rows(*args.scaled_input).to(acc), types.input_scale);
+    if (mask.input_scale)
+      grads.grad_input_scale = parameter_gradient(dx * rows(*args.scaled_input).to(acc), types.input_scale);
   }
-  if (wants.input) grads.grad_input = rows.undo(dx.to(input.scalar_type()));
+  if (mask.input) grads.grad_input = rows.undo(dx.to(input.scalar_type()));
   return grads;
 }
 
@@ -315,7 +317,7 @@ BackwardOutputs backward_memory_efficient(const BackwardArgs& args) {
   plain.grad_sum = kAbsent;
   plain.options.memory_efficient = false;
   BackwardOutputs grads = backward_composite(plain);
-  if (!args.wants.input) return grads;
+  if (!args.output_mask.input) return grads;
   Tensor dx = rows.undo(rows(grads.grad_input) * rows(*args.rstd));
   if (args.grad_sum) dx = dx + args.grad_sum->to(acc);
   grads.grad_input = dx.to(args.input->scalar_type());

@@ -19,6 +19,7 @@ Tensor channels_last(const Tensor& images) { return images.movedim(1, -1).contig
 
 namespace {
 
+// Copies a result to the strides of at::empty_like(input), unless it is undefined.
 void copy_to_layout(Tensor& result, const Tensor& input) {
   if (result.defined()) result = at::empty_like(input, result.options()).copy_(result);
 }
@@ -28,9 +29,9 @@ bool are_channels_first(const Tensor& input, const Options& options) {
   return options.images && !input.movedim(1, -1).is_contiguous();
 }
 
-// Replaces the parameters of a call by views that this object owns: all get the batch sizes in which any of them
-// differs from 1 or, if all have these already, those of the input. A parameter that all rows share stays as it is.
-// With a dtype, converts them as well.
+// Replaces the parameters of a call by views that this object owns. The kernels take parameters that all have the same
+// samples, in adjacent dimensions: so all get the batch sizes in which any of them differs from 1 or, if all have these
+// already, those of the input. A parameter that all rows share stays as it is. With a dtype, converts them as well.
 class ExpandedParameters {
  public:
   template <class Args>
@@ -46,14 +47,14 @@ class ExpandedParameters {
       const Tensor t = all_dims(*parameter);
       for (int64_t d = 0; d < input.dim(); ++d) sizes[d] = std::max(sizes[d], t.size(d));
     });
-    bool all_have = true;
+    bool have_sizes = true;
     for_each_parameter(args, [&](const char*, const OptionalTensorRef& parameter) {
-      all_have &= !parameter || is_shared(*parameter) || all_dims(*parameter).sizes() == at::IntArrayRef(sizes);
+      have_sizes &= !parameter || is_shared(*parameter) || all_dims(*parameter).sizes() == at::IntArrayRef(sizes);
     });
     for_each_parameter(args, [&](const char*, OptionalTensorRef& parameter) {
       if (!parameter) return;
       Tensor t = *parameter;
-      if (!is_shared(t)) t = all_dims(t).expand(all_have ? input.sizes() : at::IntArrayRef(sizes));
+      if (!is_shared(t)) t = all_dims(t).expand(have_sizes ? input.sizes() : at::IntArrayRef(sizes));
       parameter.refer_to(expanded_.emplace_back(dtype ? t.to(*dtype) : t));
     });
   }
@@ -196,7 +197,7 @@ bool may_overlap(const ForwardArgs& args) {
   return result;
 }
 
-ForwardOutputs forward_apart(ForwardFunction forward, const ForwardArgs& args) {
+ForwardOutputs forward_without_overlap(ForwardFunction forward, const ForwardArgs& args) {
   return call_with(forward, args, [&](const Tensor& t) { return may_overlap(*args.residual, t) ? t.clone() : t; });
 }
 

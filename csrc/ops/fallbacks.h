@@ -23,9 +23,9 @@ BackwardOutputs backward_in_acc(BackwardFunction backward, const BackwardArgs& a
 ForwardOutputs forward_float64(ForwardArgs args);
 BackwardOutputs backward_float64(const BackwardArgs& args);
 
-// For tensors that may share elements with a residual that is overwritten, where torch's check cannot tell: copies
-// them.
+// For tensors that may share elements with a residual that is overwritten: copies them. check_inplace() has refused
+// those that do share some; for tensors whose strides leave gaps, it cannot tell.
 bool may_overlap(const ForwardArgs& args);
-ForwardOutputs forward_apart(ForwardFunction forward, const ForwardArgs& args);
+ForwardOutputs forward_without_overlap(ForwardFunction forward, const ForwardArgs& args);
 
 }  // namespace layernorm

@@ -36,10 +36,9 @@ inline bool keeps_channels_last(const ForwardArgs& args) {
          args.input->suggest_memory_format() != at::MemoryFormat::Contiguous;
 }
 
-// A parameter with all dimensions of the input.
+// A parameter with all dimensions of the input; those that it lacks have size 1.
 inline Tensor with_all_dims(Tensor parameter, int64_t dims, int64_t normalized_dims, const Options& options) {
-  const bool at_end = options.images && parameter.dim() > 1;
-  if (options.images && !at_end) parameter = parameter.unsqueeze(0);
+  if (options.images && parameter.dim() < 2) parameter = parameter.unsqueeze(0);  // [C] becomes [1, C]
   while (parameter.dim() < dims) parameter = parameter.unsqueeze(options.images ? -1 : -1 - normalized_dims);
   return parameter;
 }
@@ -49,8 +48,9 @@ inline at::ScalarType accumulate_type(const Tensor& input) {
   return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// The shape and dtype of the gradient of a parameter: those of `model`, which is the parameter or, if it is absent, the
-// other one. Without parameters they are normalized_shape and the dtype of the input.
+// The shape and dtype of the gradient of a parameter: those of `model`, which is the parameter or, if backward lacks
+// it, `other`: the bias for a weight and the weight for a bias. Without both, they are normalized_shape and the input's
+// dtype.
 struct GradientType {
   GradientType(const Tensor& input, const optional<Tensor>& parameter, const optional<Tensor>& other)
       : model(present(parameter) ? parameter : other), dtype((present(model) ? *model : input).scalar_type()) {}

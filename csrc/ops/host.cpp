@@ -24,7 +24,7 @@ void no_kernel_for(const Params& p) {
 
 namespace {
 
-// The kernels of a backend, and what the host code does because they cannot.
+// The kernels of a backend, and what they support or require.
 struct Cpu {
   static constexpr auto forward = cpu::forward;
   static constexpr auto backward = cpu::backward;
@@ -77,7 +77,8 @@ class Workspace final : public Allocator {
   Tensor tensor_;
 };
 
-Tensor with_format(Tensor output, const ForwardArgs& args) {
+// Gives an output the memory format that forward returns, see keeps_channels_last().
+Tensor to_result_format(Tensor output, const ForwardArgs& args) {
   return keeps_channels_last(args) ? output.clone(args.input->suggest_memory_format()) : output;
 }
 
@@ -109,7 +110,7 @@ ForwardOutputs forward(const ForwardArgs& args) {
   check_allocated(args);
   if (args.inplace) {
     check_inplace(args);
-    if (may_overlap(args)) return forward_apart(forward<Backend>, args);
+    if (may_overlap(args)) return forward_without_overlap(forward<Backend>, args);
   }
   const Tensor& input = args.input;
   const auto& residual = args.residual;
@@ -117,7 +118,7 @@ ForwardOutputs forward(const ForwardArgs& args) {
   Call call(residual ? *residual : input, args, Backend::needs_alignment);
   if (!Backend::has_float64 && input.scalar_type() == at::kDouble && !call.is_empty()) {
     ForwardOutputs outputs = forward_float64(args);
-    outputs.output = with_format(std::move(outputs.output), args);
+    outputs.output = to_result_format(std::move(outputs.output), args);
     return outputs;
   }
   if (!call.has_kernel()) return forward_by_copies(forward<Backend>, args);
@@ -126,12 +127,12 @@ ForwardOutputs forward(const ForwardArgs& args) {
   Tensor output = call.allocate_like_input(input.scalar_type()), sum, mean, rstd = call.allocate_statistic();
   if (!args.options.rms) mean = allocate(rstd.sizes(), rstd.options());
   if (residual) {
-    const bool reuses = args.inplace && call.has_layout_of_output(*residual);
-    sum = reuses ? *residual : call.allocate_like_input(residual->scalar_type());
+    const bool overwrites = args.inplace && call.has_layout_of_output(*residual);
+    sum = overwrites ? *residual : call.allocate_like_input(residual->scalar_type());
   }
   if (call.is_empty()) {
     if (mean.defined()) mean.zero_();
-    return {with_format(output, args), sum, mean, rstd.zero_()};
+    return {to_result_format(output, args), sum, mean, rstd.zero_()};
   }
   Workspace workspace(input);
   ForwardParams params;
@@ -148,10 +149,10 @@ ForwardOutputs forward(const ForwardArgs& args) {
   params.sum_dtype = residual ? dtype_of(residual->scalar_type()) : params.dtype;
   Backend::forward(params);
   if (args.inplace && !sum.is_same(*residual)) sum = residual->copy_(sum);
-  return {with_format(std::move(output), args), std::move(sum), std::move(mean), std::move(rstd)};
+  return {to_result_format(std::move(output), args), std::move(sum), std::move(mean), std::move(rstd)};
 }
 
-// Computes the gradients that are allocated.
+// Calls the kernels, which compute the gradients that `grads` has allocated.
 template <class Backend>
 void run_backward(Call& call, const BackwardArgs& args, const BackwardOutputs& grads) {
   const auto& types = call.types;
@@ -188,7 +189,7 @@ BackwardOutputs backward(const BackwardArgs& args) {
   if (!call.has_kernel()) return backward_by_copies(backward<Backend>, args);
 
   const c10::DeviceGuard guard(input.device());
-  const WantedGradients& wants = args.wants;
+  const OutputMask& mask = args.output_mask;
   const auto& types = call.types;
   const auto parameter_gradient = [&](const GradientType& type) {
     const auto sizes = C10_AS_INTARRAYREF_SLOW(type.sizes(args.normalized_shape));
@@ -196,25 +197,25 @@ BackwardOutputs backward(const BackwardArgs& args) {
     return call.is_empty() ? at::zeros(sizes, options.dtype(type.dtype)) : allocate(sizes, options.dtype(types.kernel));
   };
   BackwardOutputs grads;
-  // The gradients of input_scale and of the input that it multiplies are computed from grad_input.
-  const bool scales = args.input_scale && (wants.scaled_input || wants.input_scale);
-  if (wants.input || scales) grads.grad_input = call.allocate_like_input(input.scalar_type());
-  if (wants.weight) grads.grad_weight = parameter_gradient(types.weight);
-  if (wants.bias) grads.grad_bias = parameter_gradient(types.bias);
-  if (wants.gate && args.gate) grads.grad_gate = call.allocate_like_input(input.scalar_type());
-  if (wants.scaled_input && scales) {
+  // grad_scaled_input and grad_input_scale are computed from grad_input.
+  const bool differentiates_product = args.input_scale && (mask.scaled_input || mask.input_scale);
+  if (mask.input || differentiates_product) grads.grad_input = call.allocate_like_input(input.scalar_type());
+  if (mask.weight) grads.grad_weight = parameter_gradient(types.weight);
+  if (mask.bias) grads.grad_bias = parameter_gradient(types.bias);
+  if (mask.gate && args.gate) grads.grad_gate = call.allocate_like_input(input.scalar_type());
+  if (mask.scaled_input && args.input_scale) {
     grads.grad_scaled_input = call.allocate_like_input(args.grad_output->scalar_type());
   }
-  if (wants.input_scale && scales) grads.grad_input_scale = parameter_gradient(types.input_scale);
-  const bool wants_any = grads.grad_input.defined() || wants.weight || wants.bias || grads.grad_gate.defined();
-  if (!call.is_empty() && wants_any) {
+  if (mask.input_scale && args.input_scale) grads.grad_input_scale = parameter_gradient(types.input_scale);
+  const bool computes_any = grads.grad_input.defined() || mask.weight || mask.bias || grads.grad_gate.defined();
+  if (!call.is_empty() && computes_any) {
     run_backward<Backend>(call, args, grads);
     for_each_gradient(grads, types, [](Tensor& gradient, const GradientType& type) {
       // to() costs a small call 0.2 us
       if (gradient.defined() && gradient.scalar_type() != type.dtype) gradient = gradient.to(type.dtype);
     });
   }
-  if (!wants.input) grads.grad_input = Tensor();
+  if (!mask.input) grads.grad_input = Tensor();
   return grads;
 }
 
@@ -234,9 +235,9 @@ ForwardOutputs forward_meta(const ForwardArgs& args) {
   const auto shape = statistics_shape<c10::SymDimVector>(input.sym_sizes(), normalized_dims, args.options);
   const bool images = args.options.images;
   ForwardOutputs outputs;
-  outputs.output = with_format(meta_like(input, input.scalar_type(), images), args);
-  if (args.residual) {
-    outputs.sum = args.inplace ? *args.residual : meta_like(input, args.residual->scalar_type(), images);
+  outputs.output = to_result_format(meta_like(input, input.scalar_type(), images), args);
+  if (args.residual) {  // none with images
+    outputs.sum = args.inplace ? *args.residual : at::empty_symint(input.sym_sizes(), args.residual->options());
   }
   if (!args.options.rms) outputs.mean = at::empty_symint(shape, options);
   outputs.rstd = at::empty_symint(shape, options);
@@ -251,14 +252,14 @@ BackwardOutputs backward_meta(const BackwardArgs& args) {
     return at::empty_symint(type.sizes(args.normalized_shape), input.options().dtype(type.dtype));
   };
   const auto like_input = [&](at::ScalarType type) { return meta_like(input, type, args.options.images); };
-  const WantedGradients& wants = args.wants;
+  const OutputMask& mask = args.output_mask;
   BackwardOutputs grads;
-  if (wants.input) grads.grad_input = like_input(input.scalar_type());
-  if (wants.weight) grads.grad_weight = gradient(types.weight);
-  if (wants.bias) grads.grad_bias = gradient(types.bias);
-  if (wants.gate && args.gate) grads.grad_gate = like_input(args.gate->scalar_type());
-  if (wants.scaled_input && args.input_scale) grads.grad_scaled_input = like_input(args.grad_output->scalar_type());
-  if (wants.input_scale && args.input_scale) grads.grad_input_scale = gradient(types.input_scale);
+  if (mask.input) grads.grad_input = like_input(input.scalar_type());
+  if (mask.weight) grads.grad_weight = gradient(types.weight);
+  if (mask.bias) grads.grad_bias = gradient(types.bias);
+  if (mask.gate && args.gate) grads.grad_gate = like_input(args.gate->scalar_type());
+  if (mask.scaled_input && args.input_scale) grads.grad_scaled_input = like_input(args.grad_output->scalar_type());
+  if (mask.input_scale && args.input_scale) grads.grad_input_scale = gradient(types.input_scale);
   return grads;
 }
 

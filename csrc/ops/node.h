@@ -30,10 +30,10 @@ auto make_node() {
   }
 }
 
-// A tensor that a node saves. Saving an output of the node itself must not create a reference cycle.
-struct Saved {
-  Saved() = default;
-  explicit Saved(const Tensor& t, bool is_output = false) : variable(t, is_output), is_output(is_output) {}
+// A tensor that a node saves. An output of the node itself is saved without its node, which would be a reference cycle.
+struct SavedTensor {
+  SavedTensor() = default;
+  explicit SavedTensor(const Tensor& t, bool is_output = false) : variable(t, is_output), is_output(is_output) {}
   template <class N>
   Tensor unpack(N& node) const {
     return is_output ? variable.unpack(node.getptr()) : variable.unpack();
@@ -49,27 +49,28 @@ void for_each(const Tuple& tuple, const F& f) {
   std::apply([&](auto&... elements) { (f(elements), ...); }, tuple);
 }
 
-// A node with six inputs. N::derivative(gradients, wanted) computes its gradients. N::saved() and N::values()
-// return references to the tensors and to the other values that it uses, so that compiled autograd can record a call
-// and replay it.
+// A node with six inputs. N::derivative(gradients, needs_input_grad) returns the gradients of the inputs from those of
+// the outputs. N::saved() and N::values() return references to the saved tensors and to the other values that it uses,
+// so that compiled autograd can record a call and replay it.
 template <class N>
 struct RecordableNode : torch::autograd::Node {
   variable_list apply(variable_list&& gradients) override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return static_cast<N&>(*this).derivative(gradients, wanted());
+    return static_cast<N&>(*this).derivative(gradients, needs_input_grad());
   }
 
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    for_each(static_cast<N&>(*this).saved(), [](Saved& tensor) { tensor.variable.reset_data(); });
+    for_each(static_cast<N&>(*this).saved(), [](SavedTensor& tensor) { tensor.variable.reset_data(); });
   }
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     N& node = const_cast<N&>(static_cast<const N&>(*this));  // it is only read
-    for_each(node.saved(), [&](const Saved& tensor) { args.collect(tensor.variable, tensor.is_output); });
+    for_each(node.saved(), [&](const SavedTensor& tensor) { args.collect(tensor.variable, tensor.is_output); });
     for_each(node.values(), [&](const auto& value) { args.collect(value); });
   }
 
+  // Records a call of derivative() in the graph of compiled autograd, which has replaced the saved tensors by its own.
   variable_list apply_with_saved(const variable_list& gradients,
                                  torch::dynamo::autograd::SwapSavedVariables& tracing) override {
     using namespace torch::dynamo::autograd;
@@ -80,7 +81,7 @@ struct RecordableNode : torch::autograd::Node {
       args.pack(value);
       types.push_back(IValuePacker<std::decay_t<decltype(value)>>::packed_type());
     };
-    for_each(node.saved(), [&](Saved& tensor) {
+    for_each(node.saved(), [&](SavedTensor& tensor) {
       tracing.before(tensor.variable);
       pack(tensor.unpack(node));
     });
@@ -88,13 +89,14 @@ struct RecordableNode : torch::autograd::Node {
       tracing.before(value);
       pack(value);
     });
-    pack(wanted());
+    pack(needs_input_grad());
+    // The recorded function: makes a node from the values that are packed above.
     const auto replay = [](const variable_list& gradients, const std::vector<at::IValue>& packed) {
       PackedArgs args(packed);
       const auto node = make_node<N>();
-      for_each(node->saved(), [&](Saved& tensor) { tensor = Saved(args.unpack<Tensor>()); });
+      for_each(node->saved(), [&](SavedTensor& tensor) { tensor = SavedTensor(args.unpack<Tensor>()); });
       for_each(node->values(), [&](auto& value) { value = args.unpack<std::decay_t<decltype(value)>>(); });
-      return node->derivative(gradients, args.unpack<Wanted>());
+      return node->derivative(gradients, args.unpack<NeedsInputGrad>());
     };
     const auto& compiler = getPyCompilerInterface();
     const auto name = compiler->bind_function(tracing.get_py_compiler(), node.name(), replay, types,
@@ -103,17 +105,17 @@ struct RecordableNode : torch::autograd::Node {
         IValuePacker<std::vector<optional<torch::autograd::InputMetadata>>>::pack(get_input_metadata(next_edges()));
     const auto outputs = compiler->call_function(tracing.get_py_compiler(), "apply_functional", name, gradients,
                                                  args.vec(), output_metadata);
-    for_each(node.saved(), [&](Saved& tensor) { tracing.after(tensor.variable); });
+    for_each(node.saved(), [&](SavedTensor& tensor) { tracing.after(tensor.variable); });
     for_each(node.values(), [&](auto& value) { tracing.after(value); });
     return outputs;
   }
 
  protected:
-  using Wanted = std::array<bool, 6>;
+  using NeedsInputGrad = std::array<bool, 6>;  // as the ctx.needs_input_grad of a torch.autograd.Function
 
  private:
-  Wanted wanted() {
-    Wanted result = {};
+  NeedsInputGrad needs_input_grad() {
+    NeedsInputGrad result = {};
     for (size_t i = 0; i < num_outputs(); ++i) result[i] = task_should_compute_output(i);
     return result;
   }

@@ -130,7 +130,7 @@ ForwardOutputs call_forward(const ForwardArgs& args) {
 }
 
 BackwardOutputs call_backward(const BackwardArgs& args) {
-  const auto output_mask = c10::bit_cast<std::array<bool, 6>>(args.wants);
+  const auto output_mask = c10::bit_cast<std::array<bool, 6>>(args.output_mask);
   static const auto op = find("layernorm::backward", "", backward_operator<call_backward>);
   auto results = call_with_options(op, args.options, args.grad_output, args.input, args.normalized_shape, args.mean,
                                    args.rstd, args.weight, args.bias, output_mask, args.grad_sum, args.gate,
@@ -142,8 +142,8 @@ BackwardOutputs call_backward(const BackwardArgs& args) {
 
 namespace {
 
-// A kernel for the negative bit. torch's own works only with operators that return the tensor that they change, and
-// torch.compile only with operators that do not. The other operators have torch's fallback.
+// forward_ for tensors with the negative bit. torch's own fallback works only with operators that return the tensor
+// that they change, and torch.compile only with operators that do not. The other operators have torch's fallback.
 ForwardOutputs forward_negative(const ForwardArgs& args) {
   check_allocated(args);
   ForwardOutputs outputs = call_with(call_forward, args, [](const Tensor& t) { return t.resolve_neg(); });
@@ -151,7 +151,7 @@ ForwardOutputs forward_negative(const ForwardArgs& args) {
   return outputs;
 }
 
-// A kernel for functionalization, whose own kernel also works only with operators that return what they change.
+// forward_ for functionalization, whose own kernel also works only with operators that return what they change.
 ForwardOutputs forward_functional(const ForwardArgs& args) {
   ForwardArgs below = args;
   below.inplace = false;

@@ -46,7 +46,7 @@ struct Options {
   auto fields() { return std::tie(LAYERNORM_EACH_OPTION(LAYERNORM_NAME)); }
 };
 
-// The options as parameters of a function, and the struct of these parameters.
+// The options as parameters of a function, and the Options made of these parameters.
 #define LAYERNORM_OPTION_PARAMETER(name) decltype(Options::name) name
 #define LAYERNORM_OPTION_PARAMETERS LAYERNORM_EACH_OPTION(LAYERNORM_OPTION_PARAMETER)
 #define LAYERNORM_OPTIONS options_from(LAYERNORM_EACH_OPTION(LAYERNORM_NAME))
@@ -77,7 +77,7 @@ class OptionalTensorRef {
  public:
   OptionalTensorRef(const optional<Tensor>& t = kAbsent) : t_(&t) {}  // NOLINT(google-explicit-constructor)
   OptionalTensorRef(optional<Tensor>&&) = delete;
-  OptionalTensorRef(const Tensor&) = delete;  // a temporary would hold it
+  OptionalTensorRef(const Tensor&) = delete;  // would refer to a temporary optional<Tensor>
   explicit operator bool() const { return present(*t_); }
   operator const optional<Tensor>&() const { return *t_; }  // NOLINT(google-explicit-constructor)
   const Tensor& operator*() const { return **t_; }
@@ -88,7 +88,7 @@ class OptionalTensorRef {
   const optional<Tensor>* t_;
 };
 
-// Calls f(name, parameter) for each parameter of a call, also if it is absent.
+// Calls f(name, parameter) for each parameter of a call, a tensor that several rows share, also if it is absent.
 template <class Args, class F>
 void for_each_parameter(Args& args, const F& f) {
   f("weight", args.weight);
@@ -116,13 +116,14 @@ struct ForwardArgs {
     f("gate", args.gate);
   }
 };
-// The sum is undefined without a residual, and is the residual if inplace. RMSNorm has no mean.
+// `sum` is residual + input or residual + input_scale * input: undefined without a residual, and the residual if
+// inplace. RMSNorm has no mean.
 struct ForwardOutputs {
   Tensor output, sum, mean, rstd;
 };
 
-// The gradients that backward computes, in the order of output_mask and of BackwardOutputs.
-struct WantedGradients {
+// Which gradients backward computes, in the order of BackwardOutputs: the bool[6] output_mask of the schema.
+struct OutputMask {
   bool input, weight, bias, gate, scaled_input, input_scale;
 };
 
@@ -134,7 +135,7 @@ struct BackwardArgs {
   OptionalTensorRef mean;
   TensorRef rstd;
   OptionalTensorRef weight, bias;
-  WantedGradients wants;
+  OutputMask output_mask;
   OptionalTensorRef grad_sum, gate, input_scale, scaled_input;
   Options options;
 
@@ -150,7 +151,7 @@ struct BackwardArgs {
     f("scaled_input", args.scaled_input);
   }
 };
-// Gradients that are not wanted are undefined.
+// Gradients that output_mask excludes are undefined.
 struct BackwardOutputs {
   Tensor grad_input, grad_weight, grad_bias, grad_gate, grad_scaled_input, grad_input_scale;
 
@@ -179,7 +180,8 @@ auto call_with(const Function& function, Args args, const F& f) {
 ForwardOutputs call_forward(const ForwardArgs& args);
 BackwardOutputs call_backward(const BackwardArgs& args);
 
-// The functions of the operators for a dispatch key, from functions of their arguments.
+// The next four templates give a function of ForwardArgs or BackwardArgs the signature of an operator, so that it can
+// be registered for a dispatch key.
 using ForwardFunction = ForwardOutputs (*)(const ForwardArgs&);
 using BackwardFunction = BackwardOutputs (*)(const BackwardArgs&);
 
@@ -192,7 +194,7 @@ std::tuple<Tensor, optional<Tensor>, Tensor> forward_operator(const Tensor& inpu
   return {std::move(output), as_optional(std::move(mean)), std::move(rstd)};
 }
 
-// forward.fused or, if kForward returns nothing, check.
+// For forward.fused and for check, whose function returns nothing.
 template <auto kForward>
 auto fused_forward_operator(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& weight,
                             const optional<Tensor>& bias, double eps, const optional<Tensor>& residual,
@@ -225,9 +227,9 @@ auto backward_operator(const Tensor& grad_output, const Tensor& input, SymIntArr
                        const optional<Tensor>& bias, std::array<bool, 6> output_mask, const optional<Tensor>& grad_sum,
                        const optional<Tensor>& gate, const optional<Tensor>& input_scale,
                        const optional<Tensor>& scaled_input, LAYERNORM_OPTION_PARAMETERS) {
-  const auto wants = c10::bit_cast<WantedGradients>(output_mask);
-  BackwardOutputs outputs = kBackward({grad_output, input, normalized_shape, mean, rstd, weight, bias, wants, grad_sum,
-                                       gate, input_scale, scaled_input, LAYERNORM_OPTIONS});
+  BackwardOutputs outputs =
+      kBackward({grad_output, input, normalized_shape, mean, rstd, weight, bias, c10::bit_cast<OutputMask>(output_mask),
+                 grad_sum, gate, input_scale, scaled_input, LAYERNORM_OPTIONS});
   const auto to_results = [](Tensor& grad_input, auto&... others) {
     return std::tuple(std::move(grad_input), as_optional(std::move(others))...);
   };

@@ -211,6 +211,13 @@ def test_slices_beside_the_changed_residual(backend, name, start):
     assert torch.equal(buffer, before)
 
 
+def test_backward_refuses_a_weight_that_was_overwritten_with_the_residual():
+    x, residual = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
+    output, _ = add_layer_norm(x, residual, (8,), residual.flatten()[:16:2], inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
 @pytest.mark.parametrize("name", ["input", "weight"])
 @pytest.mark.parametrize("mode", ["vmap", "forward mode"])
 def test_compositions_change_the_residual_last(name, mode):

@@ -131,9 +131,9 @@ template <bool kConstant, class Vector>
 EMULATOR_INLINE void load_vector_if(bool condition, Vector& v, const void* from) {
   if (condition) v = *static_cast<const Vector*>(from);
 }
-template <int kBatchesLeft>
+template <int kPendingGroups>
 EMULATOR_INLINE void async_wait() {
-  emulator::async_wait(kBatchesLeft);
+  emulator::async_wait(kPendingGroups);
 }
 class TransactionBarrier {
  public:
