@@ -24,11 +24,27 @@
 
 #include "../dtypes.h"
 #include "gated.h"
+#include "rescaling.h"
+#include "summation.h"
 
 namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
 
-// The statistics of rows as load_row() returns them. The mean is center + correction.
+template <class T_, class X_, class W_>
+struct Forward {
+  using T = T_;
+  using X = X_;
+  using W = W_;
+  using Acc = AccOf<X>;
+
+  const ForwardParams& p;
+  const ForwardPolicy& policy;
+  const Chunks& chunks;
+  const View& x = p.residual.data ? p.sum : p.input;  // the rows that are normalized
+};
+
+// The statistics of kCount rows as load_row() returns them, that is, multiplied by their row_scale. The mean is center
+// + correction.
 template <class Acc, int kCount>
 struct Statistics {
   PerRow<Acc, kCount> center, correction, rstd;
@@ -54,14 +70,16 @@ struct Statistics {
 };
 
 // sum = input_scale * input + residual for kCount rows. Without an input_scale the product with 1 changes no bit.
-template <class Threads, int kCount, bool may_have_nan, class T, class X, class W>
-void add_residual(const ForwardParams& p, int64_t sample, int64_t r, const Chunks& chunks) {
-  const T* const input = p.input.row<const T>(sample, r);
-  const X* const residual = p.residual.row<const X>(sample, r);
-  const W* const input_scale = p.input_scale.row<const W>(sample, 0);
-  X* const sum = p.sum.row<X>(sample, r);
-  Threads::for_each(chunks, [&](int64_t begin, int64_t n) {
-    for_each_stored_pack<AccOf<X>, kCount == 1, false>(sum, begin, n, [&](int64_t j, auto lanes) {
+template <class Threads, int kCount, bool may_have_nan, class F>
+void add_residual(const F& f, const Rows& rows) {
+  using X = typename F::X;
+  const ForwardParams& p = f.p;
+  const auto* const input = first_row<const typename F::T>(p.input, rows);
+  const auto* const residual = first_row<const X>(p.residual, rows);
+  const auto* const input_scale = parameter_of<const typename F::W>(p.input_scale, rows);
+  X* const sum = first_row<X>(p.sum, rows);
+  Threads::for_each(f.chunks, [&](Columns columns) {
+    for_each_stored_pack<AccOf<X>, kCount == 1, false>(sum, columns, [&](int64_t j, auto lanes) {
       const auto factor = load_weight<X>(input_scale, 0, j, lanes);
       for (int k = 0; k < kCount; ++k) {
         const auto v = load<X>(input + k * p.input.row_stride + j, lanes);
@@ -72,21 +90,26 @@ void add_residual(const ForwardParams& p, int64_t sample, int64_t r, const Chunk
   });
 }
 
-// The statistics of kCount rows, the first at x, with the given centers. A row whose center is an estimate too far from
-// the mean is read again. If rescaled, the rows are first multiplied by row_scale. In a rescaled row of equal elements,
-// the square of the center's rounding error may overflow or underflow, so that such a row is always read again. The
-// differences are stored unless `differences` is nullptr.
-template <class Threads, int kCount, int kPacks, bool rescaled, class X, class Differences = std::nullptr_t>
-Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, const Chunks& chunks, double eps, bool rms,
-                                                AccOf<X> row_scale, const PerRow<AccOf<X>, kCount>& center,
-                                                bool is_estimate, Differences differences = nullptr) {
-  using Acc = AccOf<X>;
+// The statistics of kCount rows, from their sums of x - center. A row whose center is an estimate too far from the mean
+// is read again with a better one. If rescaled, the rows are first multiplied by row_scale. In a rescaled row of equal
+// elements, the square of the center's rounding error may overflow or underflow, so that such a row is always read
+// again. The differences are stored unless `differences` is nullptr.
+template <class Threads, int kCount, int kPacks, bool rescaled, class F, class Differences>
+Statistics<typename F::Acc, kCount> statistics_around(const PerRow<typename F::Acc, kCount>& center, bool is_estimate,
+                                                      const F& f, const Rows& rows, typename F::Acc row_scale,
+                                                      Differences differences) {
+  using X = typename F::X;
+  using Acc = typename F::Acc;
   using Doubles = PerRow<double, kCount>;
+  const Chunks& chunks = f.chunks;
+  const X* const x = first_row<const X>(f.x, rows);
+  const int64_t stride = f.x.row_stride;
+  const double eps = f.p.eps;
   Acc centers[kCount];
   for (int r = 0; r < kCount; ++r) centers[r] = center[r];
-  const auto sums = Threads::template sum<Sums<kCount, 2>>(chunks, [&](int64_t begin, int64_t n) {
+  const auto sums = Threads::template sum<Sums<kCount, 2>>(chunks, [&](Columns columns) {
     Accumulators<Acc, kCount, 2, kPacks> s;
-    for_each_pack<Acc, kPacks>(begin, n, [&](int pack, int64_t j, auto lanes) {
+    for_each_pack<Acc, kPacks>(columns, [&](int pack, int64_t j, auto lanes) {
 #pragma GCC unroll 4
       for (int r = 0; r < kCount; ++r) {
         const auto d =
@@ -99,7 +122,7 @@ Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, cons
     });
     return s.total();
   });
-  const Doubles correction = rms ? Doubles{} : chunks.mean<Acc>(sums.values[0]);
+  const Doubles correction = f.p.rms ? Doubles{} : chunks.mean<Acc>(sums.values[0]);
   Doubles variance = chunks.mean<Acc>(sums.values[1]) - correction * correction, rstd;
   variance = variance < 0 ? Doubles{} : variance;  // written so that NaN stays NaN
   if constexpr (rescaled) {
@@ -121,8 +144,8 @@ Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, cons
   for (int r = 0; r < kCount; ++r) {
     if (!is_far[r]) continue;
     const PerRow<Acc, 1> mean = {static_cast<Acc>(center[r] + correction[r])};
-    const auto row = compute_statistics<Threads, 1, kPacks, rescaled>(x + r * stride, stride, chunks, eps, rms,
-                                                                      row_scale, mean, false);
+    const auto row =
+        statistics_around<Threads, 1, kPacks, rescaled>(mean, false, f, rows.part(r, 1), row_scale, nullptr);
     stats.center[r] = row.center[0];
     stats.correction[r] = row.correction[0];
     stats.rstd[r] = row.rstd[0];
@@ -130,24 +153,26 @@ Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, cons
   return stats;
 }
 
-// The statistics of kCount rows, the first at x. The average of a row's first pack estimates its mean.
-template <class Threads, int kCount, int kPacks, bool rescaled, class X, class Differences = std::nullptr_t>
-Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, const Chunks& chunks, double eps, bool rms,
-                                                AccOf<X> row_scale, Differences differences = nullptr) {
-  using Acc = AccOf<X>;
+// The statistics of kCount rows. The average of a row's first pack estimates its mean.
+template <class Threads, int kCount, int kPacks, bool rescaled, class F, class Differences = std::nullptr_t>
+Statistics<typename F::Acc, kCount> compute_statistics(const F& f, const Rows& rows, typename F::Acc row_scale,
+                                                       Differences differences = nullptr) {
+  using X = typename F::X;
+  using Acc = typename F::Acc;
+  const X* const x = first_row<const X>(f.x, rows);
+  const int64_t stride = f.x.row_stride;
   PerRow<Acc, kCount> center = {};
-  if (!rms) {
-    const int64_t n = min(chunks.cols, kPackSize<Acc>);
+  if (!f.p.rms) {
+    const int64_t n = min(f.chunks.cols, kPackSize<Acc>);
     Accumulators<Acc, kCount, 1, 1> first;
-    for_each_pack<Acc, 1>(0, n, [&](int, int64_t j, auto lanes) {
+    for_each_pack<Acc, 1>({0, n}, [&](int, int64_t j, auto lanes) {
 #pragma GCC unroll 4
       for (int r = 0; r < kCount; ++r)
         first.values[0][r][0] = load_row<X, rescaled>(x + r * stride + j, row_scale, lanes);
     });
     center = __builtin_convertvector(first.total().values[0] * (1.0 / static_cast<double>(n)), PerRow<Acc, kCount>);
   }
-  return compute_statistics<Threads, kCount, kPacks, rescaled>(x, stride, chunks, eps, rms, row_scale, center, !rms,
-                                                               differences);
+  return statistics_around<Threads, kCount, kPacks, rescaled>(center, !f.p.rms, f, rows, row_scale, differences);
 }
 
 // Prefetches the lines of a pack that will be stored.
@@ -159,30 +184,33 @@ void prefetch_for_write(T* p) {
 }
 
 // Stores the output of kCount rows.
-template <class Threads, int kCount, bool rescaled, bool streaming, bool has_differences, bool gated, class T, class X,
-          class W>
-void normalize(const ForwardParams& p, int64_t sample, int64_t r, const View& values, const Chunks& chunks,
-               const Statistics<AccOf<X>, kCount>& stats, AccOf<X> row_scale, const Prefetch& prefetch) {
-  using Acc = AccOf<X>;
-  const X* const x = values.row<const X>(sample, r);
-  T* const y = p.output.row<T>(sample, r);
-  const W* const weight = p.weight.row<const W>(sample, 0);
-  const W* const bias = p.bias.row<const W>(sample, 0);
+template <class Threads, int kCount, bool rescaled, bool streaming, bool has_differences, bool gated, class F>
+void normalize(const F& f, const Rows& rows, const Statistics<typename F::Acc, kCount>& stats,
+               typename F::Acc row_scale, const Prefetch& prefetch) {
+  using T = typename F::T;
+  using X = typename F::X;
+  using W = typename F::W;
+  using Acc = typename F::Acc;
+  const ForwardParams& p = f.p;
+  const X* const x = first_row<const X>(f.x, rows);
+  T* const y = first_row<T>(p.output, rows);
+  const W* const weight = parameter_of<const W>(p.weight, rows);
+  const W* const bias = parameter_of<const W>(p.bias, rows);
   const Acc weight_offset = p.zero_centered_weight;
-  const int64_t x_stride = values.row_stride, y_stride = p.output.row_stride;
+  const int64_t x_stride = f.x.row_stride, y_stride = p.output.row_stride;
   constexpr bool kMayHaveNan = !std::is_same_v<T, W> || !std::is_same_v<T, X>;
   constexpr bool kAligned = kCount == 1 && !has_differences;  // the differences are packs that begin at column 0
   constexpr int64_t kWriteAhead = kWriteAheadBytes / sizeof(T);
   const Activation activation = p.activation;
-  const T* const z = gated ? p.gate.row<const T>(sample, r) : nullptr;
+  const T* const z = gated ? first_row<const T>(p.gate, rows) : nullptr;
   const int64_t z_stride = p.gate.row_stride;
   const T* const next_z = gated && prefetch.rows ? z + prefetch.rows * z_stride : nullptr;
   const X* const next_x = prefetch.rows ? x + prefetch.rows * x_stride : nullptr;
   const T* const next_y = prefetch.rows && prefetch.output && !streaming ? y + prefetch.rows * y_stride : nullptr;
   // Local variables, which a store cannot alias.
   const auto center = stats.center, rstd = stats.rstd, minus_correction = -stats.correction * rstd;
-  Threads::for_each(chunks, [&](int64_t begin, int64_t n) {
-    for_each_stored_pack<Acc, kAligned, streaming>(y, begin, n, [&](int64_t j, auto lanes) {
+  Threads::for_each(f.chunks, [&](Columns columns) {
+    for_each_stored_pack<Acc, kAligned, streaming>(y, columns, [&](int64_t j, auto lanes) {
       Pack<Acc> w, b;
       if (weight) w = load_weight<X>(weight, weight_offset, j, lanes);
       if (bias) b = load<X>(bias + j, lanes);
@@ -225,26 +253,26 @@ void normalize(const ForwardParams& p, int64_t sample, int64_t r, const View& va
   });
 }
 
-// Stores the output and the statistics of rows r to r + kCount - 1 of a sample, whose values, the input or its sum with
-// the residual, are in `values`.
-template <class Threads, int kCount, int kPacks, class T, class X, class W>
-void store_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t sample, int64_t r, const View& values,
-                const Chunks& chunks, const Statistics<AccOf<X>, kCount>& stats) {
-  using Acc = AccOf<X>;
-  const X* const x = values.row<const X>(sample, r);
-  Acc* const mean = p.mean.row<Acc>(sample, r);
-  Acc* const rstd = p.rstd.row<Acc>(sample, r);
+// Stores the output and the statistics of kCount rows.
+template <class Threads, int kCount, int kPacks, class F>
+void store_rows(const F& f, const Rows& rows, const Statistics<typename F::Acc, kCount>& stats) {
+  using T = typename F::T;
+  using X = typename F::X;
+  using Acc = typename F::Acc;
+  const ForwardParams& p = f.p;
+  const ForwardPolicy& policy = f.policy;
+  Acc* const mean = first_row<Acc>(p.mean, rows);
+  Acc* const rstd = first_row<Acc>(p.rstd, rows);
   const Prefetch& prefetch = kCount > 1 ? policy.prefetch_together : policy.prefetch_single;
   constexpr bool kMayStream = kHasStreamingStores && kPacks == kWidePacks;
-  constexpr bool kMayBeGated = std::is_same_v<T, X> && std::is_same_v<W, Acc>;
+  constexpr bool kMayBeGated = std::is_same_v<T, X> && std::is_same_v<typename F::W, Acc>;
   const bool is_gated = kMayBeGated && p.activation != Activation::kNone;
   const Prefetch& single = policy.prefetch_single;
   const Prefetch row_prefetch = {single.rows ? max(single.rows, kCount) : 0, single.output};
   // Stores a row that has a gate or is rescaled by a power of two.
-  const auto store_row = [&](int64_t row, const Statistics<Acc, 1>& row_stats, Acc row_scale) {
+  const auto store_row = [&](const Rows& row, const Statistics<Acc, 1>& row_stats, Acc row_scale) {
     const auto store_output = [&](auto streaming, auto gated) {
-      normalize<Threads, 1, true, streaming, false, gated, T, X, W>(p, sample, row, values, chunks, row_stats,
-                                                                    row_scale, row_prefetch);
+      normalize<Threads, 1, true, streaming, false, gated>(f, row, row_stats, row_scale, row_prefetch);
     };
     constexpr std::bool_constant<kMayBeGated> kGated;
     if (!is_gated) {
@@ -256,16 +284,16 @@ void store_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t sam
     }
   };
   if (stats.in_range) {
-    const auto store_output = [&](auto rows, int k, auto streaming, auto has_differences) {
-      normalize<Threads, rows, false, streaming, has_differences, false, T, X, W>(
-          p, sample, r + k, values, chunks, stats.template rows<rows>(k), /*row_scale=*/1, prefetch);
+    const auto store_output = [&](auto count, int k, auto streaming, auto has_differences) {
+      normalize<Threads, count, false, streaming, has_differences, false>(
+          f, rows.part(k, count), stats.template rows<count>(k), /*row_scale=*/1, prefetch);
     };
     constexpr Constant<kCount> kAll;
     constexpr Constant<min(kCount, kFewRows)> kFew;
     constexpr std::bool_constant<kMayStream> kStreaming;
     constexpr std::bool_constant<kMayKeepDifferences<kPacks, T, X>> kDifferences;
     if (is_gated) {
-      for (int k = 0; k < kCount; ++k) store_row(r + k, stats.template rows<1>(k), /*row_scale=*/1);
+      for (int k = 0; k < kCount; ++k) store_row(rows.part(k, 1), stats.template rows<1>(k), /*row_scale=*/1);
     } else if (kMayStream && policy.streams) {
       if (policy.outputs_together == 1) {
         for (int k = 0; k < kCount; ++k) store_output(Constant<1>{}, k, kStreaming, std::false_type{});
@@ -285,70 +313,71 @@ void store_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t sam
     }
   } else if constexpr (kCount > 1) {
     for (int k = 0; k < kCount; ++k) {
-      const auto row = compute_statistics<Threads, 1, kPacks, false>(x + k * values.row_stride, 0, chunks, p.eps, p.rms,
-                                                                     /*row_scale=*/1);
-      store_rows<Threads, 1, kPacks, T, X, W>(p, policy, sample, r + k, values, chunks, row);
+      const Rows row = rows.part(k, 1);
+      store_rows<Threads, 1, kPacks>(f, row, compute_statistics<Threads, 1, kPacks, false>(f, row, /*row_scale=*/1));
     }
   } else {  // sums overflowed or squares underflowed, or the row holds NaN or infinity and will give NaN again
     const Acc row_scale = row_scale_for(stats.rstd[0], stats.center[0]);
-    const auto rescaled =
-        compute_statistics<Threads, 1, kPacks, true>(x, values.row_stride, chunks, p.eps, p.rms, row_scale);
-    store_row(r, rescaled, row_scale);
+    const auto rescaled = compute_statistics<Threads, 1, kPacks, true>(f, rows, row_scale);
+    store_row(rows, rescaled, row_scale);
     if (mean) *mean = static_cast<Acc>((double(rescaled.center[0]) + rescaled.correction[0]) / row_scale);
     store_rstd(rstd, rescaled.rstd[0], row_scale, p.eps);
   }
 }
 
-// Adds the residual, if there is one, and handles rows r to r + kAll - 1 of a sample, kCount at a time.
-template <class Threads, int kAll, int kCount, int kPacks, class T, class X, class W>
-void forward_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t sample, int64_t r,
-                  const Chunks& chunks) {
-  using Acc = AccOf<X>;
+// Adds the residual, if there is one, and computes the statistics of kAll rows, kCount at a time. Then stores their
+// output.
+template <class Threads, int kAll, int kCount, int kPacks, class F>
+void forward_rows(const F& f, const Rows& rows) {
+  using T = typename F::T;
+  using X = typename F::X;
+  using Acc = typename F::Acc;
+  const ForwardParams& p = f.p;
+  const ForwardPolicy& policy = f.policy;
   constexpr bool kKeeps = kMayKeepDifferences<kPacks, T, X>;
-  const View& values = p.residual.data ? p.sum : p.input;
   const bool keeps = kKeeps && kAll <= policy.kept_rows;
   alignas(kVectorBytes) Acc differences[kKeeps ? kMaxDifferences : 1];
   Statistics<Acc, kCount> stats[kAll / kCount];
   for (int k = 0; k < kAll; k += kCount) {
     if (p.residual.data) {
       // A NaN of an operand of another type than the sum may have lower bits that only the slower rounding handles.
-      constexpr bool kDiffers = !std::is_same_v<T, X>, kInputScaleDiffers = kDiffers || !std::is_same_v<T, W>;
-      const auto add = [&](auto rows, int64_t row) {
-        p.input_scale.data ? add_residual<Threads, rows, kInputScaleDiffers, T, X, W>(p, sample, row, chunks)
-                           : add_residual<Threads, rows, kDiffers, T, X, W>(p, sample, row, chunks);
+      constexpr bool kDiffers = !std::is_same_v<T, X>;
+      constexpr bool kInputScaleDiffers = kDiffers || !std::is_same_v<T, typename F::W>;
+      const auto add = [&](auto count, int first) {
+        p.input_scale.data ? add_residual<Threads, count, kInputScaleDiffers>(f, rows.part(first, count))
+                           : add_residual<Threads, count, kDiffers>(f, rows.part(first, count));
       };
       if (kCount > 1 && policy.sums_together == 1) {
-        for (int i = 0; i < kCount; ++i) add(Constant<1>{}, r + k + i);
+        for (int i = 0; i < kCount; ++i) add(Constant<1>{}, k + i);
       } else {
-        add(Constant<kCount>{}, r + k);
+        add(Constant<kCount>{}, k);
       }
     }
-    const X* const x = values.row<const X>(sample, r + k);
-    const auto find = [&](auto... to) {
-      stats[k / kCount] = compute_statistics<Threads, kCount, kPacks, false>(x, values.row_stride, chunks, p.eps, p.rms,
-                                                                             /*row_scale=*/1, to...);
+    const auto compute = [&](auto... to) {
+      stats[k / kCount] =
+          compute_statistics<Threads, kCount, kPacks, false>(f, rows.part(k, kCount), /*row_scale=*/1, to...);
     };
-    keeps ? find(differences + k * padded_cols(p)) : find();
+    keeps ? compute(differences + k * padded_cols(p)) : compute();
   }
   for (int k = 0; k < kAll; k += kCount) {
-    store_rows<Threads, kCount, kPacks, T, X, W>(p, policy, sample, r + k, values, chunks, stats[k / kCount]);
+    store_rows<Threads, kCount, kPacks>(f, rows.part(k, kCount), stats[k / kCount]);
   }
 }
 
 // Handles rows [begin, end) of [samples * rows].
-template <class T, class X, class W>
-[[gnu::noinline]] void forward_on_thread(const ForwardParams& p, const ForwardPolicy& policy, const Chunks& chunks,
-                                         int64_t begin, int64_t end) {
-  for_each_sample(p.rows, begin, end, [&](int64_t sample, int64_t r, int64_t count) {
-    const int64_t sample_end = r + count;
+template <class F>
+[[gnu::noinline]] void forward_on_thread(const F& f, int64_t begin, int64_t end) {
+  const ForwardPolicy& policy = f.policy;
+  for_each_sample(f.p.rows, begin, end, [&](const Rows& rows) {
+    int64_t done = 0;
     // Handles `all` rows at a time, `together` of them together, as long as there are so many.
     const auto handle = [&](auto all, auto together, auto packs) {
-      for (; r + all <= sample_end; r += all) {
-        forward_rows<OneThread, all, together, packs, T, X, W>(p, policy, sample, r, chunks);
+      for (; done + all <= rows.count; done += all) {
+        forward_rows<OneThread, all, together, packs>(f, rows.part(done, all));
       }
     };
     constexpr Constant<1> kOne;
-    if constexpr (kHandlesRowsTogether<T, X>) {
+    if constexpr (kHandlesRowsTogether<typename F::T, typename F::X>) {
       if (policy.batch == kBatchRows) handle(Constant<kBatchRows>{}, Constant<kRows>{}, Constant<kNarrowPacks>{});
       if (policy.together == kRows) handle(Constant<kRows>{}, Constant<kRows>{}, Constant<kNarrowPacks>{});
       if (policy.together == kFewRows) handle(Constant<kFewRows>{}, Constant<kFewRows>{}, Constant<kWidePacks>{});
@@ -357,20 +386,20 @@ template <class T, class X, class W>
   });
 }
 
-// The products of the input and the activated gate, for rows r to r + count - 1 of a sample.
+// The products of the input and the activated gate.
 template <class T>
-void gate_rows(const ForwardParams& p, int64_t sample, int64_t r, int64_t count, const View& products,
-               const Prefetch& prefetch) {
+void gate_rows(const ForwardParams& p, const Rows& rows, const View& products, const Prefetch& prefetch) {
   using Acc = AccOf<T>;
   const Activation activation = p.activation;
-  for (int64_t k = 0; k < count; ++k) {
-    const T* const x = p.input.row<const T>(sample, r + k);
-    const T* const z = p.gate.row<const T>(sample, r + k);
+  for (int64_t k = 0; k < rows.count; ++k) {
+    const Rows row = rows.part(k, 1);
+    const T* const x = first_row<const T>(p.input, row);
+    const T* const z = first_row<const T>(p.gate, row);
     Acc* const to = products.row<Acc>(0, k);
     const T* const next_x = x + prefetch.rows * p.input.row_stride;
     const T* const next_z = z + prefetch.rows * p.gate.row_stride;
-    const T* const next_y = p.output.row<const T>(sample, r + k + prefetch.rows);
-    for_each_pack<Acc, 1>(0, p.cols, [&](int, int64_t j, auto lanes) {
+    const T* const next_y = first_row<const T>(p.output, row.part(prefetch.rows, 1));
+    for_each_pack<Acc, 1>({0, p.cols}, [&](int, int64_t j, auto lanes) {
       store<T, false>(to + j, load<T>(x + j, lanes) * activate(load<T>(z + j, lanes), activation), AllLanes{});
       if (!prefetch.rows) return;
       prefetch_to_l2(next_x + j);
@@ -399,19 +428,23 @@ void gate_first_forward(const ForwardParams& p) {
   parallel_for(policy.tasks, 1, [&](int64_t task, int64_t last) {
     ForwardParams batch = norm;
     batch.input = {scratch + task * policy.array, 0, policy.pitch, 1};
-    for_each_sample(p.rows, task * rows / policy.tasks, last * rows / policy.tasks,
-                    [&](int64_t sample, int64_t r, int64_t count) {
-                      for (const int64_t end = r + count; r < end; r += policy.batch) {
-                        batch.rows = min(policy.batch, end - r);
-                        batch.output = rows_from<T>(p.output, sample, r);
-                        batch.weight = rows_from<Acc>(p.weight, sample, 0);
-                        batch.bias = rows_from<Acc>(p.bias, sample, 0);
-                        batch.mean = rows_from<Acc>(p.mean, sample, r);
-                        batch.rstd = rows_from<Acc>(p.rstd, sample, r);
-                        gate_rows<T>(p, sample, r, batch.rows, batch.input, prefetch);
-                        forward_on_thread<T, Acc, Acc>(batch, norm_policy, chunks, 0, batch.rows);
-                      }
-                    });
+    const Forward<T, Acc, Acc> f = {batch, norm_policy, chunks};
+    const auto handle_batch = [&](const Rows& from) {
+      const Rows parameter = {from.sample, 0, 1};
+      batch.rows = from.count;
+      batch.output = rows_from<T>(p.output, from);
+      batch.weight = rows_from<Acc>(p.weight, parameter);
+      batch.bias = rows_from<Acc>(p.bias, parameter);
+      batch.mean = rows_from<Acc>(p.mean, from);
+      batch.rstd = rows_from<Acc>(p.rstd, from);
+      gate_rows<T>(p, from, batch.input, prefetch);
+      forward_on_thread(f, 0, batch.rows);
+    };
+    for_each_sample(p.rows, task * rows / policy.tasks, last * rows / policy.tasks, [&](const Rows& part) {
+      for (int64_t k = 0; k < part.count; k += policy.batch) {
+        handle_batch(part.part(k, min(policy.batch, part.count - k)));
+      }
+    });
   });
 }
 
@@ -426,15 +459,15 @@ void forward(const ForwardParams& p) {
     if (p.gate_first) return gate_first_forward<T>(p);
     const Chunks chunks(p.cols, kChunk<AccOf<X>>);
     const ForwardPolicy policy(p, sizeof(X), sizeof(T));
+    const Forward<T, X, W> f = {p, policy, chunks};
     const int64_t rows = p.samples * p.rows;
     if (policy.shares_rows) {
       for (int64_t r = 0; r < rows; ++r) {
-        forward_rows<AllThreads, 1, 1, kWidePacks, T, X, W>(p, policy, r / p.rows, r % p.rows, chunks);
+        forward_rows<AllThreads, 1, 1, kWidePacks>(f, Rows{r / p.rows, r % p.rows, 1});
       }
       return;
     }
-    parallel_for(rows, grain(p.cols),
-                 [&](int64_t begin, int64_t end) { forward_on_thread<T, X, W>(p, policy, chunks, begin, end); });
+    parallel_for(rows, grain(p.cols), [&](int64_t begin, int64_t end) { forward_on_thread(f, begin, end); });
   });
 }
 
