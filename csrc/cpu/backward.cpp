@@ -39,40 +39,37 @@ void prefetch_row_for_write(T* row, int64_t cols) {
   }
 }
 
-// Calls f(Rows) for the rows of a segment, at most `step` at a time. f may write dx.
-template <class B, class F>
-void for_rows_of_segment(const B& b, int64_t segment, int64_t step, const F& f) {
-  for_each_sample(b.p.rows, b.segments.begin(segment), b.segments.end(segment), [&](const Rows& rows) {
-    for (int64_t k = 0; k < rows.count; k += step) f(rows.part(k, min(step, rows.count - k)));
-  });
-  if (b.policy.streams) streaming_fence();
-}
-
-// The partial sums of a segment, for some columns. Those of the first kSumRows rows or less go to a buffer. Those of
-// the rows that follow go to the second buffer and are then added to the first, kSumRows rows at a time.
+// The partial sums of a segment, for some columns. The first sum goes to a buffer. Each sum that follows goes to the
+// second buffer and is then added to the first.
 template <class B>
 class SegmentSums {
  public:
   using Acc = typename B::Acc;
 
   SegmentSums(const B& b, int64_t buffer, int64_t second_buffer, Columns columns)
-      : b_(b), total_(b, buffer, columns), second_(b, b.policy.buffers + second_buffer, columns) {}
+      : b_(b),
+        total_(b, buffer, columns),
+        second_(b, b.policy.second_buffers ? b.policy.buffers + second_buffer : buffer, columns) {}
 
   void add(const Rows& rows, const Coefficients<Acc>& c, bool any_rescaled) {
-    if (rows_ + rows.count > kSumRows) next_sum();
-    ColumnSums<Acc>& sums = is_first_ ? total_ : second_;
-    sums.are_unset = rows_ == 0;
-    compute_gradients_(b_, sums, rows, c, any_rescaled);
-    if (b_.has_input_scale_gradients) input_scale_loop(b_, sums, rows);
-    rows_ += rows.count;
+    ColumnSums<Acc>& sum = is_first_ ? total_ : second_;
+    compute_gradients_(b_, sum, rows, c, any_rescaled);
+    if (b_.has_input_scale_gradients) input_scale_loop(b_, sum, rows);
+    sum.are_unset = false;
   }
 
-  // Adds the second buffer to the first, if the segment has used it. The caller has added at least one row.
-  void end() {
-    if (!is_first_) next_sum();
+  // Ends a sum, to which at least one row has been added. Rows that follow are added to another sum.
+  void end_sum() {
+    if (!is_first_) {
+      add_second(total_.dweight, second_.dweight);
+      add_second(total_.dbias, second_.dbias);
+      add_second(total_.dinput_scale, second_.dinput_scale);
+    }
+    is_first_ = false;
+    second_.are_unset = true;
   }
 
-  // After end(), stores the sums as the gradients of a sample.
+  // Stores the total of all sums as the gradients of a sample.
   void store_gradients(int64_t sample) const {
     const auto store = [&](const Acc* sums, const View& gradient) {
       if (!gradient.data) return;
@@ -85,34 +82,40 @@ class SegmentSums {
   }
 
  private:
-  void next_sum() {
-    if (!is_first_) {
-      add_buffer(total_.dweight, second_.dweight);
-      add_buffer(total_.dbias, second_.dbias);
-      add_buffer(total_.dinput_scale, second_.dinput_scale);
-    }
-    is_first_ = false;
-    rows_ = 0;
-  }
-  void add_buffer(Acc* sums, const Acc* more) const {
-    if (!sums) return;
+  void add_second(Acc* total, const Acc* second) const {
+    if (!total) return;
     for_each_pack<Acc, 1>(total_.columns, [&](int, int64_t j, auto) {
-      write(sums + j, read(sums + j, AllLanes{}) + read(more + j, AllLanes{}), AllLanes{});
+      write(total + j, read(total + j, AllLanes{}) + read(second + j, AllLanes{}), AllLanes{});
     });
   }
 
   const B& b_;
   decltype(choose_gradients(std::declval<const B&>())) compute_gradients_ = choose_gradients(b_);
   ColumnSums<Acc> total_, second_;
-  int64_t rows_ = 0;      // in the current sum
-  bool is_first_ = true;  // whether the current sum goes to the first buffer
+  bool is_first_ = true;  // whether rows are added to the first sum of the segment
 };
+
+// Calls f(Rows) for the rows of a segment, at most a batch of rows of one sample at a time. f adds them to `sums`, and
+// may write dx.
+template <class B, class F>
+void for_batches_of_segment(const B& b, int64_t segment, SegmentSums<B>& sums, const F& f) {
+  const int64_t batch = b.policy.batch, end = b.segments.end(segment);
+  for (int64_t row = b.segments.begin(segment); row < end;) {
+    const int64_t sum_end = b.policy.sum_end(row, end);
+    for_each_sample(b.p.rows, row, sum_end, [&](const Rows& rows) {
+      for (int64_t k = 0; k < rows.count; k += batch) f(rows.part(k, min(batch, rows.count - k)));
+    });
+    sums.end_sum();
+    row = sum_end;
+  }
+  if (b.policy.streams) streaming_fence();
+}
 
 // Handles all rows of a segment. Returns its partial sums, which are in a buffer of the workspace.
 template <class B>
 SegmentSums<B> backward_segment(const B& b, int64_t segment, int64_t buffer, int64_t second_buffer) {
   SegmentSums<B> sums(b, buffer, second_buffer, {0, b.p.cols});
-  for_rows_of_segment(b, segment, b.policy.batch, [&](const Rows& rows) {
+  for_batches_of_segment(b, segment, sums, [&](const Rows& rows) {
     typename B::Acc values[kCoefficients * kMaxBatchRows];
     const Coefficients<typename B::Acc> c = {values, kMaxBatchRows};
     for (int64_t k = 0; b.policy.prefetches_dx && k < rows.count; ++k) {
@@ -120,7 +123,6 @@ SegmentSums<B> backward_segment(const B& b, int64_t segment, int64_t buffer, int
     }
     sums.add(rows, c, compute_coefficients(b, rows, c));
   });
-  sums.end();
   return sums;
 }
 
@@ -141,18 +143,17 @@ void backward_sharing_columns(const B& b) {
                       [&](const Rows& rows) { compute_coefficients(b, rows, coefficients_of(rows)); });
     });
   }
-  const int64_t tiles = ceil_div(p.cols, kTileCols), step = b.policy.batch;
+  const int64_t tiles = ceil_div(p.cols, kTileCols);
   parallel_for(b.segments.count * tiles, grain(b.segments.rows * kTileCols), [&](int64_t task, int64_t end) {
     for (; task < end; ++task) {
       const int64_t segment = task / tiles, begin = task % tiles * kTileCols;
       SegmentSums<B> sums(b, segment, segment, {begin, min(kTileCols, p.cols - begin)});
-      for_rows_of_segment(b, segment, step, [&](const Rows& rows) {
+      for_batches_of_segment(b, segment, sums, [&](const Rows& rows) {
         const auto c = coefficients_of(rows);
         bool any_rescaled = false;
         for (int64_t k = 0; k < rows.count; ++k) any_rescaled |= has_row_scale(b, c, k);
         sums.add(rows, c, any_rescaled);
       });
-      sums.end();
       if (b.segments.are_gradients) sums.store_gradients(/*sample=*/segment);
     }
   });
@@ -213,7 +214,7 @@ class GatedTask {
   // Handles all rows of a segment, as backward_segment() does.
   SegmentSums<Backward<Acc, Acc, Acc>> backward_segment(int64_t segment, int64_t buffer, int64_t second_buffer) {
     SegmentSums<B> sums(b_, buffer, second_buffer, {0, p_.cols});
-    for_rows_of_segment(b_, segment, b_.policy.batch, [&](const Rows& rows) {
+    for_batches_of_segment(b_, segment, sums, [&](const Rows& rows) {
       Acc values[kCoefficients * kMaxBatchRows];
       const Coefficients<Acc> c = {values, kMaxBatchRows};
       const GatedBatch batch = set_rows(rows);
@@ -222,7 +223,6 @@ class GatedTask {
       sums.add(norm_rows, c, compute_coefficients(b_, norm_rows, c));
       if (p_.grad_input.data || p_.grad_gate.data) loops_.store(p_, rows, batch, c);
     });
-    sums.end();
     return sums;
   }
 

@@ -1,9 +1,9 @@
 // All tuned choices of the CPU kernels: thresholds, and how many rows, columns or pixels the loops handle at a time. A
 // policy is computed once per call, from the rows, columns, dtypes and threads; the kernels follow it.
 //
-// The choices of the first section, and the rows of a batch in backward where 64 is no multiple of them or the strides
-// of a view cut batches, determine the order of summation and thereby the bits of the results, so they do not depend on
-// the number of threads. All other choices change the speed alone; docs/design.md has what they gain.
+// The choices of the first section, and the rows of a batch in backward where kSumRows is no multiple of them,
+// determine the order of summation and thereby the bits of the results, so they do not depend on the number of threads.
+// All other choices change the speed alone; docs/design.md has what they gain.
 #pragma once
 
 #include "kernels.h"
@@ -286,6 +286,12 @@ struct BackwardPolicy {
     streams = x.bytes >= int64_t{1} << 23 && kHasStreamingStores && is_aligned(p.grad_input, x.element_bytes) &&
               !has_input_scale_gradients(p);
     prefetches_dx = x.is_in_memory() && x.element_bytes > 2 && x.row_bytes >= 16384 && !streams && p.grad_input.data;
+  }
+
+  // The end of the sum of weight gradients that begins at a row, where the rows of the segment end at segment_end. A
+  // sum has whole batches, except the last one, and does not depend on where the strides of a view cut batches.
+  int64_t sum_end(int64_t row, int64_t segment_end) const {
+    return segment_end - row <= kSumRows ? segment_end : row + kSumRows / batch * batch;
   }
 
   Segments segments;
