@@ -255,9 +255,11 @@ class GatedTask {
 
 template <class Acc>
 void gated_backward(const BackwardParams& p, const GatedLoops<Coefficients<Acc>>& loops) {
-  // The plain norm gets batches of rows in the caches, where one row is as good as all and prefetches gain nothing.
+  // The plain norm gets batches of rows in the caches, where prefetches and streaming stores gain nothing. Its policy
+  // is that of one row, which is in the caches as well.
   BackwardPolicy norm_policy(p, ArraySize(p, sizeof(Acc), /*rows=*/1));
   norm_policy.prefetched = 0;
+  norm_policy.streams = false;
   const Segments& segments = norm_policy.segments;
   const GatedPolicy policy(p, segments.count, norm_policy.batch, kGatedArrays);
   const int64_t buffers = norm_policy.buffers + norm_policy.second_buffers;

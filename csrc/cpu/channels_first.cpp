@@ -28,12 +28,12 @@ namespace {
 template <class Number>
 using PerPixel = Number[kMaxTilePixels];
 
-// A tile of an array of images; the pointers are null for an absent array.
+// A tile of an array of images.
 template <class T>
 struct Tile {
-  T* data;         // [channels, pixels]
-  T* next;         // the following tile, or past the end
-  int64_t stride;  // from channel to channel
+  T* data;          // [channels, pixels]; null if the array is absent
+  Address<T> next;  // of the following tile, or past the end
+  int64_t stride;   // from channel to channel
   T* channel(int64_t c) const { return data + c * stride; }
 };
 
@@ -48,7 +48,9 @@ struct TilePosition {
 
   template <class T>
   Tile<T> tile(const View& images) const {
-    return {images.row<T>(image, begin), images.row<T>(next_image, next_begin), images.col_stride};
+    const int64_t to_next = (next_image - image) * images.sample_stride + (next_begin - begin) * images.row_stride;
+    T* const data = images.row<T>(image, begin);
+    return {data, Address<T>(data) + to_next, images.col_stride};
   }
 
   int64_t image, begin, next_image, next_begin, pixels;
@@ -58,7 +60,7 @@ struct TilePosition {
 // streams as there are channels.
 template <class T>
 void prefetch_next(const Tile<const T>& tile, int64_t c, int64_t j) {
-  prefetch_to_l2(tile.next + c * tile.stride + j);
+  prefetch_packs<PrefetchFor::kL2>(tile.next + (c * tile.stride + j));
 }
 
 // Adjacent channels of an image.
@@ -340,10 +342,17 @@ void sums_loop(const B& b, PixelCoefficients<typename B::Acc>& coef) {
   }
 }
 
-// dx and the partial sums of dweight and dbias. `first` says that the tile is the first of its segment.
+// The partial sums of a segment, one for each channel; null without a gradient.
+template <class Acc>
+struct ChannelSums {
+  Acc *dweight, *dbias;
+  bool are_unset;  // whether no tile has been added, so that the arrays hold no numbers yet
+};
+
+// Stores dx of a tile, and adds the tile to the partial sums of dweight and dbias.
 template <bool rescaled, bool with_dx, bool with_dweight, bool with_dbias, class B>
-void gradients_loop(const B& b, const PixelCoefficients<typename B::Acc>& coef, bool first, typename B::Acc* dweight,
-                    typename B::Acc* dbias) {
+void gradients_loop(const B& b, const PixelCoefficients<typename B::Acc>& coef,
+                    const ChannelSums<typename B::Acc>& sums) {
   using T = typename B::T;
   using Acc = typename B::Acc;
   for_each_chunk(b.p.cols, [&](Channels channels) {
@@ -370,15 +379,15 @@ void gradients_loop(const B& b, const PixelCoefficients<typename B::Acc>& coef, 
           }
         }
       });
-      if constexpr (with_dweight) dweight[c] = sum_pack(dw) + (first ? 0 : dweight[c]);
-      if constexpr (with_dbias) dbias[c] = sum_pack(db) + (first ? 0 : dbias[c]);
+      if constexpr (with_dweight) sums.dweight[c] = sum_pack(dw) + (sums.are_unset ? 0 : sums.dweight[c]);
+      if constexpr (with_dbias) sums.dbias[c] = sum_pack(db) + (sums.are_unset ? 0 : sums.dbias[c]);
     }
   });
 }
 
-// Adds the gradients of the parameters to the partial sums [2, pitch].
+// Handles a tile, whose gradients of the parameters are added to the sums.
 template <class B>
-void backward_tile(const B& b, bool first, typename B::Acc* partials, int64_t pitch) {
+void backward_tile(const B& b, const ChannelSums<typename B::Acc>& sums) {
   using Acc = typename B::Acc;
   const auto& p = b.p;
   PixelCoefficients<Acc> coef;
@@ -405,7 +414,7 @@ void backward_tile(const B& b, bool first, typename B::Acc* partials, int64_t pi
   dispatch_flags(
       [&](auto rescaled, auto with_dx, auto with_dweight, auto with_dbias) {
         if (with_dx || with_dweight) sums_loop<rescaled, with_dx>(b, coef);
-        gradients_loop<rescaled, with_dx, with_dweight, with_dbias>(b, coef, first, partials, partials + pitch);
+        gradients_loop<rescaled, with_dx, with_dweight, with_dbias>(b, coef, sums);
       },
       any_rescaled, p.grad_input.data != nullptr, p.grad_weight.data != nullptr, p.grad_bias.data != nullptr);
 }
@@ -435,10 +444,13 @@ void channels_first_backward(const BackwardParams& p) {
     Acc* const partials = static_cast<Acc*>(gradients.any() ? p.allocator->allocate(bytes) : nullptr);
     parallel_for(tiles.segments, grain(segment_elements), [&](int64_t segment, int64_t end) {
       for (; segment < end; ++segment) {
+        ChannelSums<Acc> sums = {nullptr, nullptr, /*are_unset=*/true};
+        if (gradients.weight.data) sums.dweight = partials + gradients.count * segment * pitch;
+        if (gradients.bias.data) sums.dbias = partials + (gradients.count * segment + 1) * pitch;
         const int64_t first = segment * tiles.per_segment;
         for (int64_t tile = first; tile < min(tiles.count, first + tiles.per_segment); ++tile) {
-          const BackwardTile<T, W> b = {p, TilePosition(p, tiles, tile)};
-          backward_tile(b, tile == first, partials + gradients.count * segment * pitch, pitch);
+          backward_tile(BackwardTile<T, W>{p, TilePosition(p, tiles, tile)}, sums);
+          sums.are_unset = false;
         }
       }
     });

@@ -175,14 +175,6 @@ Statistics<typename F::Acc, kCount> compute_statistics(const F& f, const Rows& r
   return statistics_around<Threads, kCount, kPacks, rescaled>(center, !f.p.rms, f, rows, row_scale, differences);
 }
 
-// Prefetches the lines of a pack that will be stored.
-template <class T>
-void prefetch_for_write(T* p) {
-  constexpr int64_t kLine = kCacheLineBytes / sizeof(T);
-  __builtin_prefetch(p, 1);
-  if (kPackSize<AccOf<T>> > kLine) __builtin_prefetch(p + kLine, 1);
-}
-
 // Stores the output of kCount rows.
 template <class Threads, int kCount, bool rescaled, bool streaming, bool has_differences, bool gated, class F>
 void normalize(const F& f, const Rows& rows, const Statistics<typename F::Acc, kCount>& stats,
@@ -204,9 +196,10 @@ void normalize(const F& f, const Rows& rows, const Statistics<typename F::Acc, k
   const Activation activation = p.activation;
   const T* const z = gated ? first_row<const T>(p.gate, rows) : nullptr;
   const int64_t z_stride = p.gate.row_stride;
-  const T* const next_z = gated && prefetch.rows ? z + prefetch.rows * z_stride : nullptr;
-  const X* const next_x = prefetch.rows ? x + prefetch.rows * x_stride : nullptr;
-  const T* const next_y = prefetch.rows && prefetch.output && !streaming ? y + prefetch.rows * y_stride : nullptr;
+  const auto next_x = Address(x) + prefetch.rows * x_stride;
+  const auto next_y = Address(y) + prefetch.rows * y_stride;
+  const auto next_z = Address(z) + prefetch.rows * z_stride;
+  const bool prefetches = prefetch.rows, prefetches_y = prefetches && prefetch.output && !streaming;
   // Local variables, which a store cannot alias.
   const auto center = stats.center, rstd = stats.rstd, minus_correction = -stats.correction * rstd;
   Threads::for_each(f.chunks, [&](Columns columns) {
@@ -234,7 +227,7 @@ void normalize(const F& f, const Rows& rows, const Statistics<typename F::Acc, k
       };
       const auto store_result = [&](int k, const Pack<Acc>& v) __attribute__((always_inline)) {
         store<X, kMayHaveNan>(y + k * y_stride + j, v, store_lanes<streaming>(lanes));
-        if (kCount == 1 && !streaming) prefetch_for_write(y + j + kWriteAhead);
+        if (kCount == 1 && !streaming) prefetch_packs<PrefetchFor::kStore>(Address(y) + (j + kWriteAhead));
       };
       if constexpr (kStoresLast<kCount>) {
         Pack<Acc> results[kCount];
@@ -245,9 +238,11 @@ void normalize(const F& f, const Rows& rows, const Statistics<typename F::Acc, k
       } else {
         for (int k = 0; k < kCount; ++k) store_result(k, compute(k));
       }
-      for (int k = 0; next_x && k < kCount; ++k) prefetch_to_l2(next_x + k * x_stride + j);
-      for (int k = 0; next_y && k < kCount; ++k) prefetch_to_l2(next_y + k * y_stride + j);
-      for (int k = 0; next_z && k < kCount; ++k) prefetch_to_l2(next_z + k * z_stride + j);
+      for (int k = 0; k < kCount; ++k) {
+        if (prefetches) prefetch_packs<PrefetchFor::kL2>(next_x + (k * x_stride + j));
+        if (prefetches_y) prefetch_packs<PrefetchFor::kL2>(next_y + (k * y_stride + j));
+        if (prefetches && gated) prefetch_packs<PrefetchFor::kL2>(next_z + (k * z_stride + j));
+      }
     });
     if (streaming) streaming_fence();
   });
@@ -396,15 +391,15 @@ void gate_rows(const ForwardParams& p, const Rows& rows, const View& products, c
     const T* const x = first_row<const T>(p.input, row);
     const T* const z = first_row<const T>(p.gate, row);
     Acc* const to = products.row<Acc>(0, k);
-    const T* const next_x = x + prefetch.rows * p.input.row_stride;
-    const T* const next_z = z + prefetch.rows * p.gate.row_stride;
-    const T* const next_y = first_row<const T>(p.output, row.part(prefetch.rows, 1));
+    const auto next_x = Address(x) + prefetch.rows * p.input.row_stride;
+    const auto next_z = Address(z) + prefetch.rows * p.gate.row_stride;
+    const auto next_y = Address(first_row<const T>(p.output, row)) + prefetch.rows * p.output.row_stride;
     for_each_pack<Acc, 1>({0, p.cols}, [&](int, int64_t j, auto lanes) {
       store<T, false>(to + j, load<T>(x + j, lanes) * activate(load<T>(z + j, lanes), activation), AllLanes{});
       if (!prefetch.rows) return;
-      prefetch_to_l2(next_x + j);
-      prefetch_to_l2(next_z + j);
-      if (prefetch.output) prefetch_to_l2(next_y + j);
+      prefetch_packs<PrefetchFor::kL2>(next_x + j);
+      prefetch_packs<PrefetchFor::kL2>(next_z + j);
+      if (prefetch.output) prefetch_packs<PrefetchFor::kL2>(next_y + j);
     });
   }
 }
