@@ -99,7 +99,7 @@ class SegmentSums {
 // may write dx.
 template <class B, class F>
 void for_batches_of_segment(const B& b, int64_t segment, SegmentSums<B>& sums, const F& f) {
-  const int64_t batch = b.policy.batch, end = b.segments.end(segment);
+  const int64_t batch = b.policy.batch_rows, end = b.segments.end(segment);
   for (int64_t row = b.segments.begin(segment); row < end;) {
     const int64_t sum_end = b.policy.sum_end(row, end);
     for_each_sample(b.p.rows, row, sum_end, [&](const Rows& rows) {
@@ -116,8 +116,8 @@ template <class B>
 SegmentSums<B> backward_segment(const B& b, int64_t segment, int64_t buffer, int64_t second_buffer) {
   SegmentSums<B> sums(b, buffer, second_buffer, {0, b.p.cols});
   for_batches_of_segment(b, segment, sums, [&](const Rows& rows) {
-    typename B::Acc values[kCoefficients * kMaxBatchRows];
-    const Coefficients<typename B::Acc> c = {values, kMaxBatchRows};
+    typename B::Acc values[kCoefficients * kMaxBackwardBatchRows];
+    const Coefficients<typename B::Acc> c = {values, kMaxBackwardBatchRows};
     for (int64_t k = 0; b.policy.prefetches_dx && k < rows.count; ++k) {
       prefetch_row_for_write(first_row<typename B::X>(b.p.grad_input, rows.part(k, 1)), b.p.cols);
     }
@@ -199,7 +199,7 @@ class GatedTask {
       : p_(p), loops_(loops), norm_(p), b_(norm_, policy, partials) {
     const bool converts = p.dtype != p.param_dtype;
     const auto rows = [&](int64_t array) {
-      return View{scratch + array * gated_policy.array, 0, gated_policy.pitch, 1};
+      return View{scratch + array * gated_policy.array_elements, 0, gated_policy.pitch, 1};
     };
     if (p.gate_first || converts) scratch_.x = rows(0);
     if (!p.gate_first || converts) scratch_.dy = rows(1);
@@ -215,8 +215,8 @@ class GatedTask {
   SegmentSums<Backward<Acc, Acc, Acc>> backward_segment(int64_t segment, int64_t buffer, int64_t second_buffer) {
     SegmentSums<B> sums(b_, buffer, second_buffer, {0, p_.cols});
     for_batches_of_segment(b_, segment, sums, [&](const Rows& rows) {
-      Acc values[kCoefficients * kMaxBatchRows];
-      const Coefficients<Acc> c = {values, kMaxBatchRows};
+      Acc values[kCoefficients * kMaxBackwardBatchRows];
+      const Coefficients<Acc> c = {values, kMaxBackwardBatchRows};
       const GatedBatch batch = set_rows(rows);
       const Rows norm_rows = {0, 0, rows.count};
       loops_.load(p_, rows, batch);
@@ -258,16 +258,16 @@ void gated_backward(const BackwardParams& p, const GatedLoops<Coefficients<Acc>>
   // The plain norm gets batches of rows in the caches, where prefetches and streaming stores gain nothing. Its policy
   // is that of one row, which is in the caches as well.
   BackwardPolicy norm_policy(p, ArraySize(p, sizeof(Acc), /*rows=*/1));
-  norm_policy.prefetched = 0;
+  norm_policy.rows_ahead = 0;
   norm_policy.streams = false;
   const Segments& segments = norm_policy.segments;
-  const GatedPolicy policy(p, segments.count, norm_policy.batch, kGatedArrays);
+  const GatedPolicy policy(p, segments.count, norm_policy.batch_rows, kGatedArrays);
   const int64_t buffers = norm_policy.buffers + norm_policy.second_buffers;
   const int64_t sums = ParameterGradients(p).count * buffers * padded_cols(p);
   Acc* const partials =
-      static_cast<Acc*>(p.allocator->allocate((sums + policy.scratch) * static_cast<int64_t>(sizeof(Acc))));
+      static_cast<Acc*>(p.allocator->allocate((sums + policy.elements) * static_cast<int64_t>(sizeof(Acc))));
   parallel_for(policy.tasks, 1, [&](int64_t task, int64_t end) {
-    GatedTask<Acc> norm(p, loops, policy, norm_policy, partials, partials + sums + task * policy.task_scratch);
+    GatedTask<Acc> norm(p, loops, policy, norm_policy, partials, partials + sums + task * policy.task_elements);
     for (int64_t segment = task * segments.count / policy.tasks; segment < end * segments.count / policy.tasks;
          ++segment) {
       const auto partial_sums = norm.backward_segment(segment, segments.are_gradients ? task : segment, task);

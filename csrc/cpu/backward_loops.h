@@ -198,9 +198,9 @@ bool compute_coefficients(const B& b, const Rows& rows, const Coefficients<typen
     }
   };
   if constexpr (B::kTogether) {
-    if (narrow && b.policy.together == kRows) compute(Constant<kRows>{}, Constant<kNarrowPacks>{});
-    narrow ? compute(Constant<kFewRows>{}, Constant<kNarrowPacks>{})
-           : compute(Constant<kFewRows>{}, Constant<kWidePacks>{});
+    if (narrow && b.policy.rows_together == kFourRows) compute(Constant<kFourRows>{}, Constant<kNarrowPacks>{});
+    narrow ? compute(Constant<kTwoRows>{}, Constant<kNarrowPacks>{})
+           : compute(Constant<kTwoRows>{}, Constant<kWidePacks>{});
   }
   narrow ? compute(Constant<1>{}, Constant<kNarrowPacks>{}) : compute(Constant<1>{}, Constant<kWidePacks>{});
   return rescaled;
@@ -346,7 +346,7 @@ void gradients_loop_by_rows(const B& b, const ColumnSums<typename B::Acc>& sums,
 
   // The next kCount rows are prefetched one after the other, because GCC has no registers for a pointer to each. At
   // column row_end, the pointers go on to another row.
-  const int64_t x_stride = operands.x_stride, dy_stride = operands.dy_stride, prefetched = b.policy.prefetched;
+  const int64_t x_stride = operands.x_stride, dy_stride = operands.dy_stride, prefetched = b.policy.rows_ahead;
   const int64_t n = sums.columns.count;
   const bool adjacent = x_stride == n && dy_stride == n;
   const bool prefetches = prefetched && (adjacent || n >= kCount * kStep);
@@ -388,8 +388,8 @@ void gradients_loop_by_columns(const B& b, const ColumnSums<typename B::Acc>& su
   using Acc = typename B::Acc;
   constexpr int kStep = kPackSize<Acc>;
   const GradientOperands<LoopGradients, B> operands(b, sums, rows, /*row_scale=*/1);
-  const auto next_x = Address(operands.x) + b.policy.prefetched * operands.x_stride;
-  const auto next_dy = Address(operands.dy) + b.policy.prefetched * operands.dy_stride;
+  const auto next_x = Address(operands.x) + b.policy.rows_ahead * operands.x_stride;
+  const auto next_dy = Address(operands.dy) + b.policy.rows_ahead * operands.dy_stride;
   const auto handle_columns = [&](auto packs, int64_t j, auto lanes) __attribute__((always_inline)) {
     PackOfColumns<Acc> columns[packs];
     for (int i = 0; i < packs; ++i) columns[i] = operands.load_columns(j + i * kStep, lanes);
@@ -442,9 +442,10 @@ void compute_gradients(const B& b, ColumnSums<typename B::Acc> sums, const Rows&
     k += together;
   };
   if constexpr (B::kTogether) {
-    const int64_t together = any_rescaled ? 1 : min(b.policy.together, kMostRows);
-    while (together == kMostRows && k + kMostRows <= rows.count) loop(Constant<kMostRows>{}, std::false_type{});
-    while (together >= kFewRows && k + kFewRows <= rows.count) loop(Constant<kFewRows>{}, std::false_type{});
+    const int64_t together = any_rescaled ? 1 : min(b.policy.rows_together, kMostGradientRows);
+    while (together == kMostGradientRows && k + kMostGradientRows <= rows.count)
+      loop(Constant<kMostGradientRows>{}, std::false_type{});
+    while (together >= kTwoRows && k + kTwoRows <= rows.count) loop(Constant<kTwoRows>{}, std::false_type{});
   }
   while (k < rows.count) {
     const bool rescaled = any_rescaled && has_row_scale(b, c, k);

@@ -196,10 +196,10 @@ void normalize(const F& f, const Rows& rows, const Statistics<typename F::Acc, k
   const Activation activation = p.activation;
   const T* const z = gated ? first_row<const T>(p.gate, rows) : nullptr;
   const int64_t z_stride = p.gate.row_stride;
-  const auto next_x = Address(x) + prefetch.rows * x_stride;
-  const auto next_y = Address(y) + prefetch.rows * y_stride;
-  const auto next_z = Address(z) + prefetch.rows * z_stride;
-  const bool prefetches = prefetch.rows, prefetches_y = prefetches && prefetch.output && !streaming;
+  const auto next_x = Address(x) + prefetch.rows_ahead * x_stride;
+  const auto next_y = Address(y) + prefetch.rows_ahead * y_stride;
+  const auto next_z = Address(z) + prefetch.rows_ahead * z_stride;
+  const bool prefetches = prefetch.rows_ahead, prefetches_y = prefetches && prefetch.output && !streaming;
   // Local variables, which a store cannot alias.
   const auto center = stats.center, rstd = stats.rstd, minus_correction = -stats.correction * rstd;
   Threads::for_each(f.chunks, [&](Columns columns) {
@@ -263,7 +263,7 @@ void store_rows(const F& f, const Rows& rows, const Statistics<typename F::Acc, 
   constexpr bool kMayBeGated = std::is_same_v<T, X> && std::is_same_v<typename F::W, Acc>;
   const bool is_gated = kMayBeGated && p.activation != Activation::kNone;
   const Prefetch& single = policy.prefetch_single;
-  const Prefetch row_prefetch = {single.rows ? max(single.rows, kCount) : 0, single.output};
+  const Prefetch row_prefetch = {single.rows_ahead ? max(single.rows_ahead, kCount) : 0, single.output};
   // Stores a row that has a gate or is rescaled by a power of two.
   const auto store_row = [&](const Rows& row, const Statistics<Acc, 1>& row_stats, Acc row_scale) {
     const auto store_output = [&](auto streaming, auto gated) {
@@ -284,7 +284,7 @@ void store_rows(const F& f, const Rows& rows, const Statistics<typename F::Acc, 
           f, rows.part(k, count), stats.template rows<count>(k), /*row_scale=*/1, prefetch);
     };
     constexpr Constant<kCount> kAll;
-    constexpr Constant<min(kCount, kFewRows)> kFew;
+    constexpr Constant<min(kCount, kTwoRows)> kFew;
     constexpr std::bool_constant<kMayStream> kStreaming;
     constexpr std::bool_constant<kMayKeepDifferences<kPacks, T, X>> kDifferences;
     if (is_gated) {
@@ -342,7 +342,7 @@ void forward_rows(const F& f, const Rows& rows) {
         p.input_scale.data ? add_residual<Threads, count, kInputScaleDiffers>(f, rows.part(first, count))
                            : add_residual<Threads, count, kDiffers>(f, rows.part(first, count));
       };
-      if (kCount > 1 && policy.sums_together == 1) {
+      if (kCount > 1 && policy.residuals_together == 1) {
         for (int i = 0; i < kCount; ++i) add(Constant<1>{}, k + i);
       } else {
         add(Constant<kCount>{}, k);
@@ -373,9 +373,11 @@ template <class F>
     };
     constexpr Constant<1> kOne;
     if constexpr (kHandlesRowsTogether<typename F::T, typename F::X>) {
-      if (policy.batch == kBatchRows) handle(Constant<kBatchRows>{}, Constant<kRows>{}, Constant<kNarrowPacks>{});
-      if (policy.together == kRows) handle(Constant<kRows>{}, Constant<kRows>{}, Constant<kNarrowPacks>{});
-      if (policy.together == kFewRows) handle(Constant<kFewRows>{}, Constant<kFewRows>{}, Constant<kWidePacks>{});
+      if (policy.batch_rows == kForwardBatchRows)
+        handle(Constant<kForwardBatchRows>{}, Constant<kFourRows>{}, Constant<kNarrowPacks>{});
+      if (policy.rows_together == kFourRows)
+        handle(Constant<kFourRows>{}, Constant<kFourRows>{}, Constant<kNarrowPacks>{});
+      if (policy.rows_together == kTwoRows) handle(Constant<kTwoRows>{}, Constant<kTwoRows>{}, Constant<kWidePacks>{});
     }
     policy.is_narrow ? handle(kOne, kOne, Constant<kNarrowPacks>{}) : handle(kOne, kOne, Constant<kWidePacks>{});
   });
@@ -391,12 +393,12 @@ void gate_rows(const ForwardParams& p, const Rows& rows, const View& products, c
     const T* const x = first_row<const T>(p.input, row);
     const T* const z = first_row<const T>(p.gate, row);
     Acc* const to = products.row<Acc>(0, k);
-    const auto next_x = Address(x) + prefetch.rows * p.input.row_stride;
-    const auto next_z = Address(z) + prefetch.rows * p.gate.row_stride;
-    const auto next_y = Address(first_row<const T>(p.output, row)) + prefetch.rows * p.output.row_stride;
+    const auto next_x = Address(x) + prefetch.rows_ahead * p.input.row_stride;
+    const auto next_z = Address(z) + prefetch.rows_ahead * p.gate.row_stride;
+    const auto next_y = Address(first_row<const T>(p.output, row)) + prefetch.rows_ahead * p.output.row_stride;
     for_each_pack<Acc, 1>({0, p.cols}, [&](int, int64_t j, auto lanes) {
       store<T, false>(to + j, load<T>(x + j, lanes) * activate(load<T>(z + j, lanes), activation), AllLanes{});
-      if (!prefetch.rows) return;
+      if (!prefetch.rows_ahead) return;
       prefetch_packs<PrefetchFor::kL2>(next_x + j);
       prefetch_packs<PrefetchFor::kL2>(next_z + j);
       if (prefetch.output) prefetch_packs<PrefetchFor::kL2>(next_y + j);
@@ -410,19 +412,19 @@ void gate_first_forward(const ForwardParams& p) {
   using Acc = AccOf<T>;
   const Chunks chunks(p.cols, kChunk<Acc>);
   const int64_t rows = p.samples * p.rows;
-  const GatedPolicy policy(p, rows, gated_forward_rows(ArraySize(p, sizeof(Acc))), /*arrays=*/1);
+  const GatedPolicy policy(p, rows, gated_forward_batch_rows(ArraySize(p, sizeof(Acc))), /*arrays=*/1);
   ForwardParams norm = p;  // of a batch
   norm.samples = 1;
-  norm.rows = policy.batch;
+  norm.rows = policy.batch_rows;
   norm.activation = Activation::kNone;
   ForwardPolicy norm_policy(norm, sizeof(Acc), sizeof(T));
   const ForwardPolicy whole(p, sizeof(T), sizeof(T));
   norm_policy.streams = whole.streams;
-  const Prefetch prefetch = {whole.prefetch_single.rows, whole.prefetch_single.output && !whole.streams};
-  Acc* const scratch = static_cast<Acc*>(p.allocator->allocate(policy.scratch * static_cast<int64_t>(sizeof(Acc))));
+  const Prefetch prefetch = {whole.prefetch_single.rows_ahead, whole.prefetch_single.output && !whole.streams};
+  Acc* const scratch = static_cast<Acc*>(p.allocator->allocate(policy.elements * static_cast<int64_t>(sizeof(Acc))));
   parallel_for(policy.tasks, 1, [&](int64_t task, int64_t last) {
     ForwardParams batch = norm;
-    batch.input = {scratch + task * policy.array, 0, policy.pitch, 1};
+    batch.input = {scratch + task * policy.task_elements, 0, policy.pitch, 1};
     const Forward<T, Acc, Acc> f = {batch, norm_policy, chunks};
     const auto handle_batch = [&](const Rows& from) {
       const Rows parameter = {from.sample, 0, 1};
@@ -436,8 +438,8 @@ void gate_first_forward(const ForwardParams& p) {
       forward_on_thread(f, 0, batch.rows);
     };
     for_each_sample(p.rows, task * rows / policy.tasks, last * rows / policy.tasks, [&](const Rows& part) {
-      for (int64_t k = 0; k < part.count; k += policy.batch) {
-        handle_batch(part.part(k, min(policy.batch, part.count - k)));
+      for (int64_t k = 0; k < part.count; k += policy.batch_rows) {
+        handle_batch(part.part(k, min(policy.batch_rows, part.count - k)));
       }
     });
   });
