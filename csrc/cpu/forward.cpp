@@ -30,6 +30,7 @@
 namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
 
+// What the functions of a call share.
 template <class T_, class X_, class W_>
 struct Forward {
   using T = T_;
@@ -43,13 +44,12 @@ struct Forward {
   const View& x = p.residual.data ? p.sum : p.input;  // the rows that are normalized
 };
 
-// The statistics of kCount rows as load_row() returns them, that is, multiplied by their row_scale. The mean is center
-// + correction.
+// The statistics of kCount rows, which load_row() may have rescaled. The mean is center + correction.
 template <class Acc, int kCount>
 struct Statistics {
   PerRow<Acc, kCount> center, correction, rstd;
-  bool in_range;           // no sum overflowed, and no squares underflowed
-  const Acc* differences;  // x - center [packs, kCount, kPackSize], or null
+  bool in_range;           // in no row a sum overflowed or squares underflowed
+  const Acc* differences;  // x - center [packs of a row, kCount, kPackSize]; null if they are not kept
 
   // The statistics of kSome rows from row k on.
   template <int kSome>
@@ -70,15 +70,15 @@ struct Statistics {
 };
 
 // sum = input_scale * input + residual for kCount rows. Without an input_scale the product with 1 changes no bit.
-template <class Threads, int kCount, bool may_have_nan, class F>
-void add_residual(const F& f, const Rows& rows) {
-  using X = typename F::X;
-  const ForwardParams& p = f.p;
-  const auto* const input = first_row<const typename F::T>(p.input, rows);
+template <class Threads, int kCount, bool may_have_nan, class Call>
+void add_residual(const Call& call, const Rows& rows) {
+  using X = typename Call::X;
+  const ForwardParams& p = call.p;
+  const auto* const input = first_row<const typename Call::T>(p.input, rows);
   const auto* const residual = first_row<const X>(p.residual, rows);
-  const auto* const input_scale = parameter_of<const typename F::W>(p.input_scale, rows);
+  const auto* const input_scale = parameter_of<const typename Call::W>(p.input_scale, rows);
   X* const sum = first_row<X>(p.sum, rows);
-  Threads::for_each(f.chunks, [&](Columns columns) {
+  Threads::for_each(call.chunks, [&](Columns columns) {
     for_each_stored_pack<AccOf<X>, kCount == 1, false>(sum, columns, [&](int64_t j, auto lanes) {
       const auto factor = load_weight<X>(input_scale, 0, j, lanes);
       for (int k = 0; k < kCount; ++k) {
@@ -90,25 +90,26 @@ void add_residual(const F& f, const Rows& rows) {
   });
 }
 
-// The statistics of kCount rows, from their sums of x - center. A row whose center is an estimate too far from the mean
-// is read again with a better one. If rescaled, the rows are first multiplied by row_scale. In a rescaled row of equal
-// elements, the square of the center's rounding error may overflow or underflow, so that such a row is always read
-// again. The differences are stored unless `differences` is nullptr.
-template <class Threads, int kCount, int kPacks, bool rescaled, class F, class Differences>
-Statistics<typename F::Acc, kCount> statistics_around(const PerRow<typename F::Acc, kCount>& center, bool is_estimate,
-                                                      const F& f, const Rows& rows, typename F::Acc row_scale,
-                                                      Differences differences) {
-  using X = typename F::X;
-  using Acc = typename F::Acc;
+// The statistics of kCount rows, from the sums of x - center and of its square. A row whose center is an estimate too
+// far from the mean (see the top of this file) is read again with a better one. In a rescaled row of equal elements,
+// the square of the center's rounding error may overflow or underflow, so that such a row is always read again. The
+// differences are stored unless `differences` is nullptr.
+template <class Threads, int kCount, int kPacks, bool rescaled, class Call, class Differences>
+Statistics<typename Call::Acc, kCount> statistics_around(const PerRow<typename Call::Acc, kCount>& center,
+                                                         bool is_estimate, const Call& call, const Rows& rows,
+                                                         typename Call::Acc row_scale, Differences differences) {
+  using X = typename Call::X;
+  using Acc = typename Call::Acc;
   using Doubles = PerRow<double, kCount>;
-  const Chunks& chunks = f.chunks;
-  const X* const x = first_row<const X>(f.x, rows);
-  const int64_t stride = f.x.row_stride;
-  const double eps = f.p.eps;
+  const Chunks& chunks = call.chunks;
+  const X* const x = first_row<const X>(call.x, rows);
+  const int64_t stride = call.x.row_stride;
+  const double eps = call.p.eps;
   Acc centers[kCount];
   for (int r = 0; r < kCount; ++r) centers[r] = center[r];
-  const auto sums = Threads::template sum<Sums<kCount, 2>>(chunks, [&](Columns columns) {
-    Accumulators<Acc, kCount, 2, kPacks> s;
+  enum { kDifferences, kSquares, kKinds };
+  const auto sums = Threads::template sum<Sums<kCount, kKinds>>(chunks, [&](Columns columns) {
+    Accumulators<Acc, kCount, kKinds, kPacks> s;
     for_each_pack<Acc, kPacks>(columns, [&](int pack, int64_t j, auto lanes) {
 #pragma GCC unroll 4
       for (int r = 0; r < kCount; ++r) {
@@ -116,14 +117,14 @@ Statistics<typename F::Acc, kCount> statistics_around(const PerRow<typename F::A
             zero_outside<kEvenOdd<X>>(load_row<X, rescaled>(x + r * stride + j, row_scale, lanes) - centers[r], lanes);
         if constexpr (!std::is_null_pointer_v<Differences>)
           write(differences + j * kCount + r * kPackSize<Acc>, d, AllLanes{});
-        s.values[0][r][pack] = s.values[0][r][pack] + d;
-        s.values[1][r][pack] = fma(d, d, s.values[1][r][pack]);
+        s.values[kDifferences][r][pack] = s.values[kDifferences][r][pack] + d;
+        s.values[kSquares][r][pack] = fma(d, d, s.values[kSquares][r][pack]);
       }
     });
     return s.total();
   });
-  const Doubles correction = f.p.rms ? Doubles{} : chunks.mean<Acc>(sums.values[0]);
-  Doubles variance = chunks.mean<Acc>(sums.values[1]) - correction * correction, rstd;
+  const Doubles correction = call.p.rms ? Doubles{} : chunks.mean<Acc>(sums.values[kDifferences]);
+  Doubles variance = chunks.mean<Acc>(sums.values[kSquares]) - correction * correction, rstd;
   variance = variance < 0 ? Doubles{} : variance;  // written so that NaN stays NaN
   if constexpr (rescaled) {
     for (int r = 0; r < kCount; ++r) rstd[r] = rescaled_rstd(variance[r], eps, row_scale);
@@ -134,6 +135,7 @@ Statistics<typename F::Acc, kCount> statistics_around(const PerRow<typename F::A
   // All rows are tested at once, because tests of single rows would slow down short rows.
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   bool in_range = all(variance < kInfinity);
+  // Beside a larger eps, squares that underflow change no digit of rstd.
   if (eps < kSmallestVariance<Acc>) in_range &= all(variance > kSmallestVariance<Acc>);
   auto is_far = correction * correction > variance;
   if constexpr (rescaled) is_far = ~((correction * correction < variance) & (variance < kInfinity));
@@ -145,7 +147,7 @@ Statistics<typename F::Acc, kCount> statistics_around(const PerRow<typename F::A
     if (!is_far[r]) continue;
     const PerRow<Acc, 1> mean = {static_cast<Acc>(center[r] + correction[r])};
     const auto row =
-        statistics_around<Threads, 1, kPacks, rescaled>(mean, false, f, rows.part(r, 1), row_scale, nullptr);
+        statistics_around<Threads, 1, kPacks, rescaled>(mean, false, call, rows.part(r, 1), row_scale, nullptr);
     stats.center[r] = row.center[0];
     stats.correction[r] = row.correction[0];
     stats.rstd[r] = row.rstd[0];
@@ -154,16 +156,17 @@ Statistics<typename F::Acc, kCount> statistics_around(const PerRow<typename F::A
 }
 
 // The statistics of kCount rows. The average of a row's first pack estimates its mean.
-template <class Threads, int kCount, int kPacks, bool rescaled, class F, class Differences = std::nullptr_t>
-Statistics<typename F::Acc, kCount> compute_statistics(const F& f, const Rows& rows, typename F::Acc row_scale,
-                                                       Differences differences = nullptr) {
-  using X = typename F::X;
-  using Acc = typename F::Acc;
-  const X* const x = first_row<const X>(f.x, rows);
-  const int64_t stride = f.x.row_stride;
+template <class Threads, int kCount, int kPacks, bool rescaled, class Call, class Differences = std::nullptr_t>
+Statistics<typename Call::Acc, kCount> compute_statistics(const Call& call, const Rows& rows,
+                                                          typename Call::Acc row_scale,
+                                                          Differences differences = nullptr) {
+  using X = typename Call::X;
+  using Acc = typename Call::Acc;
+  const X* const x = first_row<const X>(call.x, rows);
+  const int64_t stride = call.x.row_stride;
   PerRow<Acc, kCount> center = {};
-  if (!f.p.rms) {
-    const int64_t n = min(f.chunks.cols, kPackSize<Acc>);
+  if (!call.p.rms) {
+    const int64_t n = min(call.chunks.cols, kPackSize<Acc>);
     Accumulators<Acc, kCount, 1, 1> first;
     for_each_pack<Acc, 1>({0, n}, [&](int, int64_t j, auto lanes) {
 #pragma GCC unroll 4
@@ -172,24 +175,24 @@ Statistics<typename F::Acc, kCount> compute_statistics(const F& f, const Rows& r
     });
     center = __builtin_convertvector(first.total().values[0] * (1.0 / static_cast<double>(n)), PerRow<Acc, kCount>);
   }
-  return statistics_around<Threads, kCount, kPacks, rescaled>(center, !f.p.rms, f, rows, row_scale, differences);
+  return statistics_around<Threads, kCount, kPacks, rescaled>(center, !call.p.rms, call, rows, row_scale, differences);
 }
 
 // Stores the output of kCount rows.
-template <class Threads, int kCount, bool rescaled, bool streaming, bool has_differences, bool gated, class F>
-void normalize(const F& f, const Rows& rows, const Statistics<typename F::Acc, kCount>& stats,
-               typename F::Acc row_scale, const Prefetch& prefetch) {
-  using T = typename F::T;
-  using X = typename F::X;
-  using W = typename F::W;
-  using Acc = typename F::Acc;
-  const ForwardParams& p = f.p;
-  const X* const x = first_row<const X>(f.x, rows);
+template <class Threads, int kCount, bool rescaled, bool streaming, bool has_differences, bool gated, class Call>
+void normalize(const Call& call, const Rows& rows, const Statistics<typename Call::Acc, kCount>& stats,
+               typename Call::Acc row_scale, const Prefetch& prefetch) {
+  using T = typename Call::T;
+  using X = typename Call::X;
+  using W = typename Call::W;
+  using Acc = typename Call::Acc;
+  const ForwardParams& p = call.p;
+  const X* const x = first_row<const X>(call.x, rows);
   T* const y = first_row<T>(p.output, rows);
   const W* const weight = parameter_of<const W>(p.weight, rows);
   const W* const bias = parameter_of<const W>(p.bias, rows);
   const Acc weight_offset = p.zero_centered_weight;
-  const int64_t x_stride = f.x.row_stride, y_stride = p.output.row_stride;
+  const int64_t x_stride = call.x.row_stride, y_stride = p.output.row_stride;
   constexpr bool kMayHaveNan = !std::is_same_v<T, W> || !std::is_same_v<T, X>;
   constexpr bool kAligned = kCount == 1 && !has_differences;  // the differences are packs that begin at column 0
   constexpr int64_t kWriteAhead = kWriteAheadBytes / sizeof(T);
@@ -202,7 +205,7 @@ void normalize(const F& f, const Rows& rows, const Statistics<typename F::Acc, k
   const bool prefetches = prefetch.rows_ahead, prefetches_y = prefetches && prefetch.output && !streaming;
   // Local variables, which a store cannot alias.
   const auto center = stats.center, rstd = stats.rstd, minus_correction = -stats.correction * rstd;
-  Threads::for_each(f.chunks, [&](Columns columns) {
+  Threads::for_each(call.chunks, [&](Columns columns) {
     for_each_stored_pack<Acc, kAligned, streaming>(y, columns, [&](int64_t j, auto lanes) {
       Pack<Acc> w, b;
       if (weight) w = load_weight<X>(weight, weight_offset, j, lanes);
@@ -249,25 +252,26 @@ void normalize(const F& f, const Rows& rows, const Statistics<typename F::Acc, k
 }
 
 // Stores the output and the statistics of kCount rows.
-template <class Threads, int kCount, int kPacks, class F>
-void store_rows(const F& f, const Rows& rows, const Statistics<typename F::Acc, kCount>& stats) {
-  using T = typename F::T;
-  using X = typename F::X;
-  using Acc = typename F::Acc;
-  const ForwardParams& p = f.p;
-  const ForwardPolicy& policy = f.policy;
+template <class Threads, int kCount, int kPacks, class Call>
+void store_rows(const Call& call, const Rows& rows, const Statistics<typename Call::Acc, kCount>& stats) {
+  using T = typename Call::T;
+  using X = typename Call::X;
+  using Acc = typename Call::Acc;
+  const ForwardParams& p = call.p;
+  const ForwardPolicy& policy = call.policy;
   Acc* const mean = first_row<Acc>(p.mean, rows);
   Acc* const rstd = first_row<Acc>(p.rstd, rows);
   const Prefetch& prefetch = kCount > 1 ? policy.prefetch_together : policy.prefetch_single;
   constexpr bool kMayStream = kHasStreamingStores && kPacks == kWidePacks;
-  constexpr bool kMayBeGated = std::is_same_v<T, X> && std::is_same_v<typename F::W, Acc>;
+  constexpr bool kMayBeGated = std::is_same_v<T, X> && std::is_same_v<typename Call::W, Acc>;
   const bool is_gated = kMayBeGated && p.activation != Activation::kNone;
   const Prefetch& single = policy.prefetch_single;
+  // The statistics loop has read all of the kCount rows.
   const Prefetch row_prefetch = {single.rows_ahead ? max(single.rows_ahead, kCount) : 0, single.output};
   // Stores a row that has a gate or is rescaled by a power of two.
   const auto store_row = [&](const Rows& row, const Statistics<Acc, 1>& row_stats, Acc row_scale) {
     const auto store_output = [&](auto streaming, auto gated) {
-      normalize<Threads, 1, true, streaming, false, gated>(f, row, row_stats, row_scale, row_prefetch);
+      normalize<Threads, 1, true, streaming, false, gated>(call, row, row_stats, row_scale, row_prefetch);
     };
     constexpr std::bool_constant<kMayBeGated> kGated;
     if (!is_gated) {
@@ -281,7 +285,7 @@ void store_rows(const F& f, const Rows& rows, const Statistics<typename F::Acc, 
   if (stats.in_range) {
     const auto store_output = [&](auto count, int k, auto streaming, auto has_differences) {
       normalize<Threads, count, false, streaming, has_differences, false>(
-          f, rows.part(k, count), stats.template rows<count>(k), /*row_scale=*/1, prefetch);
+          call, rows.part(k, count), stats.template rows<count>(k), /*row_scale=*/1, prefetch);
     };
     constexpr Constant<kCount> kAll;
     constexpr Constant<min(kCount, kTwoRows)> kFew;
@@ -309,38 +313,39 @@ void store_rows(const F& f, const Rows& rows, const Statistics<typename F::Acc, 
   } else if constexpr (kCount > 1) {
     for (int k = 0; k < kCount; ++k) {
       const Rows row = rows.part(k, 1);
-      store_rows<Threads, 1, kPacks>(f, row, compute_statistics<Threads, 1, kPacks, false>(f, row, /*row_scale=*/1));
+      store_rows<Threads, 1, kPacks>(call, row,
+                                     compute_statistics<Threads, 1, kPacks, false>(call, row, /*row_scale=*/1));
     }
   } else {  // sums overflowed or squares underflowed, or the row holds NaN or infinity and will give NaN again
     const Acc row_scale = row_scale_for(stats.rstd[0], stats.center[0]);
-    const auto rescaled = compute_statistics<Threads, 1, kPacks, true>(f, rows, row_scale);
+    const auto rescaled = compute_statistics<Threads, 1, kPacks, true>(call, rows, row_scale);
     store_row(rows, rescaled, row_scale);
     if (mean) *mean = static_cast<Acc>((double(rescaled.center[0]) + rescaled.correction[0]) / row_scale);
     store_rstd(rstd, rescaled.rstd[0], row_scale, p.eps);
   }
 }
 
-// Adds the residual, if there is one, and computes the statistics of kAll rows, kCount at a time. Then stores their
-// output.
-template <class Threads, int kAll, int kCount, int kPacks, class F>
-void forward_rows(const F& f, const Rows& rows) {
-  using T = typename F::T;
-  using X = typename F::X;
-  using Acc = typename F::Acc;
-  const ForwardParams& p = f.p;
-  const ForwardPolicy& policy = f.policy;
-  constexpr bool kKeeps = kMayKeepDifferences<kPacks, T, X>;
-  const bool keeps = kKeeps && kAll <= policy.kept_rows;
-  alignas(kVectorBytes) Acc differences[kKeeps ? kMaxDifferences : 1];
-  Statistics<Acc, kCount> stats[kAll / kCount];
-  for (int k = 0; k < kAll; k += kCount) {
+// Handles a batch of kBatch rows: adds the residual, if there is one, and computes the statistics, both for kCount rows
+// at a time. Then stores the output.
+template <class Threads, int kBatch, int kCount, int kPacks, class Call>
+void forward_rows(const Call& call, const Rows& rows) {
+  using T = typename Call::T;
+  using X = typename Call::X;
+  using Acc = typename Call::Acc;
+  const ForwardParams& p = call.p;
+  const ForwardPolicy& policy = call.policy;
+  constexpr bool kMayKeep = kMayKeepDifferences<kPacks, T, X>;
+  const bool keeps_differences = kMayKeep && kBatch <= policy.kept_rows;
+  alignas(kVectorBytes) Acc differences[kMayKeep ? kMaxDifferences : 1];
+  Statistics<Acc, kCount> stats[kBatch / kCount];
+  for (int k = 0; k < kBatch; k += kCount) {
     if (p.residual.data) {
       // A NaN of an operand of another type than the sum may have lower bits that only the slower rounding handles.
       constexpr bool kDiffers = !std::is_same_v<T, X>;
-      constexpr bool kInputScaleDiffers = kDiffers || !std::is_same_v<T, typename F::W>;
+      constexpr bool kInputScaleDiffers = kDiffers || !std::is_same_v<T, typename Call::W>;
       const auto add = [&](auto count, int first) {
-        p.input_scale.data ? add_residual<Threads, count, kInputScaleDiffers>(f, rows.part(first, count))
-                           : add_residual<Threads, count, kDiffers>(f, rows.part(first, count));
+        p.input_scale.data ? add_residual<Threads, count, kInputScaleDiffers>(call, rows.part(first, count))
+                           : add_residual<Threads, count, kDiffers>(call, rows.part(first, count));
       };
       if (kCount > 1 && policy.residuals_together == 1) {
         for (int i = 0; i < kCount; ++i) add(Constant<1>{}, k + i);
@@ -350,29 +355,29 @@ void forward_rows(const F& f, const Rows& rows) {
     }
     const auto compute = [&](auto... to) {
       stats[k / kCount] =
-          compute_statistics<Threads, kCount, kPacks, false>(f, rows.part(k, kCount), /*row_scale=*/1, to...);
+          compute_statistics<Threads, kCount, kPacks, false>(call, rows.part(k, kCount), /*row_scale=*/1, to...);
     };
-    keeps ? compute(differences + k * padded_cols(p)) : compute();
+    keeps_differences ? compute(differences + k * padded_cols(p)) : compute();
   }
-  for (int k = 0; k < kAll; k += kCount) {
-    store_rows<Threads, kCount, kPacks>(f, rows.part(k, kCount), stats[k / kCount]);
+  for (int k = 0; k < kBatch; k += kCount) {
+    store_rows<Threads, kCount, kPacks>(call, rows.part(k, kCount), stats[k / kCount]);
   }
 }
 
 // Handles rows [begin, end) of [samples * rows].
-template <class F>
-[[gnu::noinline]] void forward_on_thread(const F& f, int64_t begin, int64_t end) {
-  const ForwardPolicy& policy = f.policy;
-  for_each_sample(f.p.rows, begin, end, [&](const Rows& rows) {
+template <class Call>
+[[gnu::noinline]] void forward_on_thread(const Call& call, int64_t begin, int64_t end) {
+  const ForwardPolicy& policy = call.policy;
+  for_each_sample(call.p.rows, begin, end, [&](const Rows& rows) {
     int64_t done = 0;
-    // Handles `all` rows at a time, `together` of them together, as long as there are so many.
-    const auto handle = [&](auto all, auto together, auto packs) {
-      for (; done + all <= rows.count; done += all) {
-        forward_rows<OneThread, all, together, packs>(f, rows.part(done, all));
+    // Handles whole batches, `together` rows at a time.
+    const auto handle = [&](auto batch, auto together, auto packs) {
+      for (; done + batch <= rows.count; done += batch) {
+        forward_rows<OneThread, batch, together, packs>(call, rows.part(done, batch));
       }
     };
     constexpr Constant<1> kOne;
-    if constexpr (kHandlesRowsTogether<typename F::T, typename F::X>) {
+    if constexpr (kHandlesRowsTogether<typename Call::T, typename Call::X>) {
       if (policy.batch_rows == kForwardBatchRows)
         handle(Constant<kForwardBatchRows>{}, Constant<kFourRows>{}, Constant<kNarrowPacks>{});
       if (policy.rows_together == kFourRows)
@@ -383,7 +388,7 @@ template <class F>
   });
 }
 
-// The products of the input and the activated gate.
+// Computes the products of the input and the activated gate.
 template <class T>
 void gate_rows(const ForwardParams& p, const Rows& rows, const View& products, const Prefetch& prefetch) {
   using Acc = AccOf<T>;
@@ -406,18 +411,20 @@ void gate_rows(const ForwardParams& p, const Rows& rows, const View& products, c
   }
 }
 
-// A norm whose gate is first: the plain norm of batches of rows of the products, which are scratch rows.
+// Forward of a norm whose gate is first: the plain norm of the products. A task computes the products of a batch of
+// rows in its scratch rows.
 template <class T>
 void gate_first_forward(const ForwardParams& p) {
   using Acc = AccOf<T>;
   const Chunks chunks(p.cols, kChunk<Acc>);
   const int64_t rows = p.samples * p.rows;
   const GatedPolicy policy(p, rows, gated_forward_batch_rows(ArraySize(p, sizeof(Acc))), /*arrays=*/1);
-  ForwardParams norm = p;  // of a batch
+  ForwardParams norm = p;  // the plain norm of a batch
   norm.samples = 1;
   norm.rows = policy.batch_rows;
   norm.activation = Activation::kNone;
   ForwardPolicy norm_policy(norm, sizeof(Acc), sizeof(T));
+  // A batch is in the caches, but the arrays of the whole call may not be.
   const ForwardPolicy whole(p, sizeof(T), sizeof(T));
   norm_policy.streams = whole.streams;
   const Prefetch prefetch = {whole.prefetch_single.rows_ahead, whole.prefetch_single.output && !whole.streams};
@@ -425,7 +432,7 @@ void gate_first_forward(const ForwardParams& p) {
   parallel_for(policy.tasks, 1, [&](int64_t task, int64_t last) {
     ForwardParams batch = norm;
     batch.input = {scratch + task * policy.task_elements, 0, policy.pitch, 1};
-    const Forward<T, Acc, Acc> f = {batch, norm_policy, chunks};
+    const Forward<T, Acc, Acc> call = {batch, norm_policy, chunks};
     const auto handle_batch = [&](const Rows& from) {
       const Rows parameter = {from.sample, 0, 1};
       batch.rows = from.count;
@@ -435,7 +442,7 @@ void gate_first_forward(const ForwardParams& p) {
       batch.mean = rows_from<Acc>(p.mean, from);
       batch.rstd = rows_from<Acc>(p.rstd, from);
       gate_rows<T>(p, from, batch.input, prefetch);
-      forward_on_thread(f, 0, batch.rows);
+      forward_on_thread(call, 0, batch.rows);
     };
     for_each_sample(p.rows, task * rows / policy.tasks, last * rows / policy.tasks, [&](const Rows& part) {
       for (int64_t k = 0; k < part.count; k += policy.batch_rows) {
@@ -456,15 +463,15 @@ void forward(const ForwardParams& p) {
     if (p.gate_first) return gate_first_forward<T>(p);
     const Chunks chunks(p.cols, kChunk<AccOf<X>>);
     const ForwardPolicy policy(p, sizeof(X), sizeof(T));
-    const Forward<T, X, W> f = {p, policy, chunks};
+    const Forward<T, X, W> call = {p, policy, chunks};
     const int64_t rows = p.samples * p.rows;
     if (policy.shares_rows) {
       for (int64_t r = 0; r < rows; ++r) {
-        forward_rows<AllThreads, 1, 1, kWidePacks>(f, Rows{r / p.rows, r % p.rows, 1});
+        forward_rows<AllThreads, 1, 1, kWidePacks>(call, Rows{r / p.rows, r % p.rows, 1});
       }
       return;
     }
-    parallel_for(rows, grain(p.cols), [&](int64_t begin, int64_t end) { forward_on_thread(f, begin, end); });
+    parallel_for(rows, grain(p.cols), [&](int64_t begin, int64_t end) { forward_on_thread(call, begin, end); });
   });
 }
 
