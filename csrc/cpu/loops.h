@@ -28,10 +28,9 @@ void dispatch_flags(const F& f, bool flag, Flags... flags) {
   flag ? rest(std::true_type{}) : rest(std::false_type{});
 }
 
-// ---- rows and columns
-// ------------------------------------------------------------------------------------------------
+// ---- rows and columns -----------------------------------------------------------------------------------------------
 
-// Adjacent rows of one sample of a view [samples, rows, cols].
+// Adjacent rows of one sample of a view [samples, rows, cols] (kernel_params.h). A sample's rows share its parameters.
 struct Rows {
   int64_t sample, first, count;
 
@@ -68,8 +67,8 @@ void for_each_sample(int64_t rows, int64_t begin, int64_t end, const F& f) {
   }
 }
 
-// Calls f(accumulator, j, lanes) for the packs that cover the columns. A pack begins at column j. Its sums belong to
-// one of kPacks accumulators, which take turns.
+// Calls f(pack, j, lanes) for the packs that cover the columns; j is the first column of a pack. `pack` counts from 0
+// to kPacks - 1 and again from 0 on, so that loops can have kPacks accumulators that take turns.
 template <class Acc, int kPacks, class F>
 inline void for_each_pack(Columns columns, const F& f) {
   constexpr int64_t kStep = kPackSize<Acc>;
@@ -110,7 +109,8 @@ inline void for_each_stored_pack(const T* row, Columns columns, const F& f) {
   }
 }
 
-// A pack of weights, or of an input_scale; ones if it is absent. weight_offset is 1 for a zero-centered weight, else 0.
+// A pack of the weight or the input_scale from column j on; ones if it is absent. weight_offset is 1 for a
+// zero-centered weight, else 0.
 template <class X, class W, class Lanes>
 inline Pack<AccOf<X>> load_weight(const W* weight, AccOf<X> weight_offset, int64_t j, Lanes lanes) {
   if (!weight) return broadcast(AccOf<X>(1));
@@ -130,6 +130,7 @@ inline Pack<Acc> divisor(const Pack<Acc>& weight) {
 
 constexpr int kCacheLineBytes = 64;
 
+// The lanes for store(), which streams whole packs if `streaming`.
 template <bool streaming>
 inline auto store_lanes(AllLanes) {
   return std::conditional_t<streaming && kHasStreamingStores, Streaming, AllLanes>{};

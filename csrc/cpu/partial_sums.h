@@ -6,16 +6,16 @@
 namespace layernorm::cpu {
 namespace {
 
-// The partial sums of one parameter's gradient: a row of them for each of `segments`, whose packs are in the lane order
-// of X.
+// The partial sums of one parameter's gradient: for each of `segments` an array over the columns, whose packs are in
+// the lane order of X (kEvenOdd).
 template <class X>
 struct PartialSums {
-  const AccOf<X>* first;  // the row of the first segment
-  int64_t pitch;          // from row to row
+  const AccOf<X>* first;  // the array of the first segment
+  int64_t pitch;          // from segment to segment
   int64_t segments;
 };
 
-// Stores the totals of some columns as a parameter's gradient.
+// Stores the totals over the segments as the gradient of a parameter, for some columns.
 template <class X, class W>
 void store_totals(const PartialSums<X>& partials, Columns columns, W* gradient) {
   using Acc = AccOf<X>;
@@ -32,7 +32,8 @@ void store_totals(const PartialSums<X>& partials, Columns columns, W* gradient) 
 }
 
 // Stores the gradients of all parameters: the totals over all segments or, for a gradient per sample, over the segments
-// of each sample. `partials` is [segments, ParameterGradients::count, padded_cols].
+// of each sample. `partials` is [segments, ParameterGradients::count, padded_cols]. The threads share the samples and
+// tiles of kMaxPackSize columns.
 template <class X, class W>
 void store_parameter_gradients(const BackwardParams& p, const AccOf<X>* partials, int64_t segments) {
   const ParameterGradients gradients(p);
@@ -41,7 +42,7 @@ void store_parameter_gradients(const BackwardParams& p, const AccOf<X>* partials
   const int64_t tiles = ceil_div(p.cols, kMaxPackSize), pitch = gradients.count * padded_cols(p);
   const int64_t tile_elements = gradients.count * segments / samples * kMaxPackSize;
   parallel_for(samples * tiles, grain(tile_elements), [&](int64_t begin, int64_t end) {
-    for_each_sample(tiles, begin, end, [&](const Rows& part) {  // a row here is a tile of columns
+    for_each_sample(tiles, begin, end, [&](const Rows& part) {  // the rows are tiles
       const int64_t first_column = part.first * kMaxPackSize;
       const Columns columns = {first_column, min(p.cols - first_column, part.count * kMaxPackSize)};
       const View* const in_order[] = {&gradients.weight, &gradients.bias, &gradients.input_scale};

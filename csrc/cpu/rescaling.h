@@ -1,4 +1,5 @@
-// Rows whose sums would overflow or whose squares would underflow are multiplied by a power of two, the row_scale.
+// Rescaled rows: a row whose sums would overflow or whose squares would underflow is first multiplied by a power of
+// two, its row_scale.
 #pragma once
 
 #include <cmath>
@@ -10,31 +11,30 @@
 namespace layernorm::cpu {
 namespace {
 
-// ---- large numbers --------------------------------------------------------------------------------------------------
-
-// A row is first multiplied by kShrink if a sum of its squares or a difference would overflow, and by kEnlarge if its
-// squares would underflow. The products are exact, because both are powers of two. The largest number times kShrink has
-// a finite square.
+// The row_scale in forward if a sum of squares or a difference would overflow, and if squares would underflow. The
+// products with the row are exact. The largest number times kShrink has a finite square.
 template <class Acc>
 constexpr Acc kShrink = sizeof(Acc) == 4 ? Acc(0x1p-96) : Acc(0x1p-768);
 template <class Acc>
 constexpr Acc kEnlarge = 1 / kShrink<Acc>;
 
-// Squares whose mean is larger lose no digit to underflow, even if the processor flushes subnormal numbers to zero.
+// Squares whose mean is larger than this lose no digit to underflow, even if the processor flushes subnormal numbers to
+// zero.
 template <class Acc>
 constexpr double kSmallestVariance = sizeof(Acc) == 4 ? 0x1p-100 : 0x1p-960;
 
-// The row_scale of a row that needs one. A row whose variance is infinite or NaN gets kShrink. A row whose variance and
-// eps are below kSmallestVariance gets kEnlarge if its numbers are small. Otherwise they are all equal, so that kShrink
-// is right, too.
+// The row_scale of a row that needs one, from its statistics without a row_scale. A row whose variance is infinite or
+// NaN gets kShrink. A row whose variance and eps are below kSmallestVariance gets kEnlarge if its numbers are small.
+// Otherwise they are all equal, so that kShrink is right, too.
 template <class Acc>
 inline Acc row_scale_for(Acc rstd, Acc center) {
   return rstd > 1 && center > -1 && center < 1 ? kEnlarge<Acc> : kShrink<Acc>;
 }
 
-// rstd / row_scale, where the variance is that of the rescaled row. The function returns the largest number if the
-// reciprocal overflows, as in rows of equal large numbers, whose differences are zero. It takes the root of eps before
-// it rescales eps, because eps * row_scale^2 may underflow.
+// The rstd of a rescaled row: 1 / sqrt(variance + eps * row_scale^2), where the variance is that of the rescaled row.
+// The row's own rstd is the product with row_scale. The function returns the largest number if the reciprocal
+// overflows, as in rows of equal large numbers, whose differences are zero. It takes the root of eps before it rescales
+// eps, because eps * row_scale^2 may underflow.
 template <class Acc>
 inline double rescaled_rstd(double variance, double eps, Acc row_scale) {
   const double rstd = 1 / ::hypot(std::sqrt(variance), std::sqrt(eps) * row_scale);
@@ -47,11 +47,11 @@ inline double rescaled_rstd(double variance, double eps, Acc row_scale) {
 template <class Acc>
 using BitsOf = std::conditional_t<sizeof(Acc) == 4, uint32_t, uint64_t>;
 
-// Stores the rstd of a row, which is rstd * row_scale for the result `rstd` of rescaled_rstd().
+// Stores a row's own rstd, where `rstd` is the result of rescaled_rstd().
 template <class Acc>
 inline void store_rstd(Acc* to, Acc rstd, Acc row_scale, double eps) {
   using Limits = std::numeric_limits<Acc>;
-  if (rstd == Limits::max()) {
+  if (rstd == Limits::max()) {  // the variance is zero
     *to = static_cast<Acc>(1 / std::sqrt(eps));
   } else if (row_scale < 1 && rstd * row_scale < Limits::min()) {
     const auto bits = static_cast<BitsOf<Acc>>(std::nearbyint(rstd * (row_scale / Limits::min()) / Limits::epsilon()));
@@ -71,6 +71,7 @@ inline Acc divide_rstd(const Acc* rstd, Acc row_scale) {
   return static_cast<Acc>(bits) * Limits::epsilon() * (Limits::min() / row_scale);
 }
 
+// Loads a pack of a row, which is multiplied by row_scale if `rescaled`.
 template <class X, bool rescaled, class Lanes>
 inline Pack<AccOf<X>> load_row(const X* x, AccOf<X> row_scale, Lanes lanes) {
   const auto v = load<X>(x, lanes);
