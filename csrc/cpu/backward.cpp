@@ -119,7 +119,7 @@ SegmentSums<B> backward_segment(const B& b, int64_t segment, int64_t buffer, int
     typename B::Acc values[kCoefficients * kMaxBackwardBatchRows];
     const Coefficients<typename B::Acc> c = {values, kMaxBackwardBatchRows};
     for (int64_t k = 0; b.policy.prefetches_dx && k < rows.count; ++k) {
-      prefetch_row_for_write(first_row<typename B::X>(b.p.grad_input, rows.part(k, 1)), b.p.cols);
+      prefetch_row_for_write(row_of<typename B::X>(b.p.grad_input, rows[k]), b.p.cols);
     }
     sums.add(rows, c, compute_coefficients(b, rows, c));
   });
@@ -134,7 +134,7 @@ void backward_sharing_columns(const B& b) {
   const auto coefficients_of = [&](const Rows& rows) { return b.coefficients.from(rows.sample * p.rows + rows.first); };
   if (b.policy.shares_rows) {
     for (int64_t r = 0; r < all_rows; ++r) {
-      compute_coefficients_together<AllThreads, 1, kWidePacks>(b, Rows{r / p.rows, r % p.rows, 1},
+      compute_coefficients_together<AllThreads, 1, kWidePacks>(b, RowIndex{r / p.rows, r % p.rows},
                                                                b.coefficients.from(r));
     }
   } else {
@@ -231,18 +231,18 @@ class GatedTask {
 
   // Makes `rows` the first rows of sample 0 of the plain norm.
   GatedBatch set_rows(const Rows& rows) {
-    const Rows parameter = {rows.sample, 0, 1};
+    const RowIndex parameter = {rows.sample, 0};
     GatedBatch batch = scratch_;
-    if (!batch.x.data) batch.x = rows_from<Acc>(p_.input, rows);
-    if (!batch.dy.data) batch.dy = rows_from<Acc>(p_.grad_output, rows);
-    if (!batch.dx.data) batch.dx = rows_from<Acc>(p_.grad_input, rows);
+    if (!batch.x.data) batch.x = rows_from<Acc>(p_.input, rows[0]);
+    if (!batch.dy.data) batch.dy = rows_from<Acc>(p_.grad_output, rows[0]);
+    if (!batch.dx.data) batch.dx = rows_from<Acc>(p_.grad_input, rows[0]);
     norm_.input = batch.x;
     norm_.grad_output = batch.dy;
     norm_.grad_input = batch.dx;
     norm_.weight = rows_from<Acc>(p_.weight, parameter);
     norm_.bias = rows_from<Acc>(p_.bias, parameter);
-    norm_.mean = rows_from<Acc>(p_.mean, rows);
-    norm_.rstd = rows_from<Acc>(p_.rstd, rows);
+    norm_.mean = rows_from<Acc>(p_.mean, rows[0]);
+    norm_.rstd = rows_from<Acc>(p_.rstd, rows[0]);
     return batch;
   }
 

@@ -97,20 +97,20 @@ Pack<Acc> multiply_add(const Pack<Acc>& v, const Pack<Acc>& w, const Pack<Acc>& 
 // The sums of kCount rows, from which it stores their coefficients. Its operands are local variables, which a store
 // cannot alias.
 template <class Threads, int kCount, int kPacks, bool rescaled, bool with_g, class B>
-void sums_loop(const B& b, const Rows& rows, const Coefficients<typename B::Acc>& c) {
+void sums_loop(const B& b, RowIndex first, const Coefficients<typename B::Acc>& c) {
   using T = typename B::T;
   using X = typename B::X;
   using W = typename B::W;
   using Acc = typename B::Acc;
   enum { kD, kG, kGD, kKinds };
-  const Acc* const means = first_row<const Acc>(b.p.mean, rows);  // RMSNorm has none
-  const Acc* const rstds = first_row<const Acc>(b.p.rstd, rows);
+  const Acc* const means = row_of<const Acc>(b.p.mean, first);  // RMSNorm has none
+  const Acc* const rstds = row_of<const Acc>(b.p.rstd, first);
   const int64_t mean_stride = b.p.mean.row_stride, rstd_stride = b.p.rstd.row_stride;
   const Acc row_scale = rescaled ? b.row_scale(means ? *means : Acc(0), *rstds) : Acc(1);
-  const X* const x = first_row<const X>(b.p.input, rows);
-  const T* const dy = first_row<const T>(b.p.grad_output, rows);
-  const W* const weight = parameter_of<const W>(b.p.weight, rows);
-  const W* const bias = parameter_of<const W>(b.p.bias, rows);
+  const X* const x = row_of<const X>(b.p.input, first);
+  const T* const dy = row_of<const T>(b.p.grad_output, first);
+  const W* const weight = parameter_of<const W>(b.p.weight, first);
+  const W* const bias = parameter_of<const W>(b.p.bias, first);
   const Acc weight_offset = b.weight_offset;
   const int64_t x_stride = b.p.input.row_stride, dy_stride = b.p.grad_output.row_stride;
   Acc mean[kCount];
@@ -165,23 +165,23 @@ void sums_loop(const B& b, const Rows& rows, const Coefficients<typename B::Acc>
 
 // Computes the coefficients of kCount rows. Returns whether one of the rows is rescaled.
 template <class Threads, int kCount, int kPacks, class B>
-bool compute_coefficients_together(const B& b, const Rows& rows, const Coefficients<typename B::Acc>& c) {
-  const auto* const rstds = first_row<const typename B::Acc>(b.p.rstd, rows);
+bool compute_coefficients_together(const B& b, RowIndex first, const Coefficients<typename B::Acc>& c) {
+  const auto* const rstds = row_of<const typename B::Acc>(b.p.rstd, first);
   bool any_rescaled = false;
   for (int k = 0; k < kCount; ++k) any_rescaled |= b.needs_row_scale(rstds[k * b.p.rstd.row_stride]);
   if constexpr (kCount > 1) {
     if (any_rescaled) {
       for (int k = 0; k < kCount; ++k) {
-        compute_coefficients_together<Threads, 1, kPacks>(b, rows.part(k, 1), c.from(k));
+        compute_coefficients_together<Threads, 1, kPacks>(b, first + k, c.from(k));
       }
       return true;
     }
   } else if (any_rescaled) {
-    sums_loop<Threads, 1, kPacks, true, true>(b, rows, c);
+    sums_loop<Threads, 1, kPacks, true, true>(b, first, c);
     return true;
   }
-  b.p.grad_input.data ? sums_loop<Threads, kCount, kPacks, false, true>(b, rows, c)
-                      : sums_loop<Threads, kCount, kPacks, false, false>(b, rows, c);
+  b.p.grad_input.data ? sums_loop<Threads, kCount, kPacks, false, true>(b, first, c)
+                      : sums_loop<Threads, kCount, kPacks, false, false>(b, first, c);
   return false;
 }
 
@@ -194,7 +194,7 @@ bool compute_coefficients(const B& b, const Rows& rows, const Coefficients<typen
   const auto compute = [&](auto together, auto packs) {
     using Threads = std::conditional_t<packs == kNarrowPacks, NarrowRow, OneThread>;
     for (; k + together <= rows.count; k += together) {
-      rescaled |= compute_coefficients_together<Threads, together, packs>(b, rows.part(k, together), c.from(k));
+      rescaled |= compute_coefficients_together<Threads, together, packs>(b, rows[k], c.from(k));
     }
   };
   if constexpr (B::kTogether) {
@@ -260,14 +260,14 @@ struct GradientOperands {
   using W = typename B::W;
   using Acc = typename B::Acc;
 
-  [[gnu::always_inline]] GradientOperands(const B& b, const ColumnSums<Acc>& sums, const Rows& rows, Acc row_scale)
+  [[gnu::always_inline]] GradientOperands(const B& b, const ColumnSums<Acc>& sums, RowIndex first, Acc row_scale)
       : b(b),
-        x(first_row<const X>(b.p.input, rows)),
-        dy(first_row<const T>(b.p.grad_output, rows)),
-        dsum(first_row<const X>(b.p.grad_sum, rows)),
-        dx(first_row<X>(b.p.grad_input, rows)),
-        weight(parameter_of<const W>(b.p.weight, rows)),
-        bias(parameter_of<const W>(b.p.bias, rows)),
+        x(row_of<const X>(b.p.input, first)),
+        dy(row_of<const T>(b.p.grad_output, first)),
+        dsum(row_of<const X>(b.p.grad_sum, first)),
+        dx(row_of<X>(b.p.grad_input, first)),
+        weight(parameter_of<const W>(b.p.weight, first)),
+        bias(parameter_of<const W>(b.p.bias, first)),
         dweight(sums.dweight),
         dbias(sums.dbias),
         x_stride(b.p.input.row_stride),
@@ -336,11 +336,11 @@ struct GradientOperands {
 
 // Handles kCount rows, pack by pack.
 template <int kCount, class LoopGradients, class B>
-void gradients_loop_by_rows(const B& b, const ColumnSums<typename B::Acc>& sums, const Rows& rows,
+void gradients_loop_by_rows(const B& b, const ColumnSums<typename B::Acc>& sums, RowIndex first,
                             const Coefficients<typename B::Acc>& c) {
   using Acc = typename B::Acc;
   constexpr int kStep = kPackSize<Acc>;
-  const GradientOperands<LoopGradients, B> operands(b, sums, rows, *c.row_scale());
+  const GradientOperands<LoopGradients, B> operands(b, sums, first, *c.row_scale());
   RowCoefficients<Acc> coefficients[kCount];
   for (int k = 0; k < kCount; ++k) coefficients[k].load(c, k);
 
@@ -387,7 +387,7 @@ void gradients_loop_by_columns(const B& b, const ColumnSums<typename B::Acc>& su
                                const Coefficients<typename B::Acc>& c) {
   using Acc = typename B::Acc;
   constexpr int kStep = kPackSize<Acc>;
-  const GradientOperands<LoopGradients, B> operands(b, sums, rows, /*row_scale=*/1);
+  const GradientOperands<LoopGradients, B> operands(b, sums, rows[0], /*row_scale=*/1);
   const auto next_x = Address(operands.x) + b.policy.rows_ahead * operands.x_stride;
   const auto next_dy = Address(operands.dy) + b.policy.rows_ahead * operands.dy_stride;
   const auto handle_columns = [&](auto packs, int64_t j, auto lanes) __attribute__((always_inline)) {
@@ -437,7 +437,7 @@ void compute_gradients(const B& b, ColumnSums<typename B::Acc> sums, const Rows&
   int64_t k = 0;
   const auto loop = [&](auto together, auto rescaled) {
     gradients_loop_by_rows<together, LoopGradients<rescaled, with_dx, streaming, with_dweight, with_dbias>>(
-        b, sums, rows.part(k, together), c.from(k));
+        b, sums, rows[k], c.from(k));
     sums.are_unset = false;
     k += together;
   };
@@ -474,10 +474,10 @@ template <class B>
 void input_scale_loop(const B& b, const ColumnSums<typename B::Acc>& sums, const Rows& rows) {
   using T = typename B::T;
   using X = typename B::X;
-  const auto* const input_scale = parameter_of<const typename B::W>(b.p.input_scale, rows);
-  const X* const dx = first_row<const X>(b.p.grad_input, rows);
-  const T* const input = first_row<const T>(b.p.scaled_input, rows);
-  T* const dinput = first_row<T>(b.p.grad_scaled_input, rows);
+  const auto* const input_scale = parameter_of<const typename B::W>(b.p.input_scale, rows[0]);
+  const X* const dx = row_of<const X>(b.p.grad_input, rows[0]);
+  const T* const input = row_of<const T>(b.p.scaled_input, rows[0]);
+  T* const dinput = row_of<T>(b.p.grad_scaled_input, rows[0]);
   auto* const dinput_scale = sums.dinput_scale;
   const bool sums_are_unset = sums.are_unset;
   const int64_t dx_stride = b.p.grad_input.row_stride, input_stride = b.p.scaled_input.row_stride,

@@ -31,9 +31,9 @@ using PerPixel = Number[kMaxTilePixels];
 // A tile of an array of images.
 template <class T>
 struct Tile {
-  T* data;          // [channels, pixels]; null if the array is absent
-  Address<T> next;  // of the following tile, or past the end
-  int64_t stride;   // from channel to channel
+  T* data;         // [channels, pixels]; null if the array is absent
+  T* next;         // the following tile, or past the end
+  int64_t stride;  // from channel to channel
   T* channel(int64_t c) const { return data + c * stride; }
 };
 
@@ -48,9 +48,7 @@ struct TilePosition {
 
   template <class T>
   Tile<T> tile(const View& images) const {
-    const int64_t to_next = (next_image - image) * images.sample_stride + (next_begin - begin) * images.row_stride;
-    T* const data = images.row<T>(image, begin);
-    return {data, Address<T>(data) + to_next, images.col_stride};
+    return {images.row<T>(image, begin), images.row<T>(next_image, next_begin), images.col_stride};
   }
 
   int64_t image, begin, next_image, next_begin, pixels;
@@ -60,7 +58,7 @@ struct TilePosition {
 // streams as there are channels.
 template <class T>
 void prefetch_next(const Tile<const T>& tile, int64_t c, int64_t j) {
-  prefetch_packs<PrefetchFor::kL2>(tile.next + (c * tile.stride + j));
+  prefetch_packs<PrefetchFor::kL2>(Address(tile.next + c * tile.stride + j));
 }
 
 // Adjacent channels of an image.

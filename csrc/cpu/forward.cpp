@@ -30,20 +30,6 @@
 namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
 
-// What the functions of a call share.
-template <class T_, class X_, class W_>
-struct Forward {
-  using T = T_;
-  using X = X_;
-  using W = W_;
-  using Acc = AccOf<X>;
-
-  const ForwardParams& p;
-  const ForwardPolicy& policy;
-  const Chunks& chunks;
-  const View& x = p.residual.data ? p.sum : p.input;  // the rows that are normalized
-};
-
 // The statistics of kCount rows, which load_row() may have rescaled. The mean is center + correction.
 template <class Acc, int kCount>
 struct Statistics {
@@ -70,15 +56,13 @@ struct Statistics {
 };
 
 // sum = input_scale * input + residual for kCount rows. Without an input_scale the product with 1 changes no bit.
-template <class Threads, int kCount, bool may_have_nan, class Call>
-void add_residual(const Call& call, const Rows& rows) {
-  using X = typename Call::X;
-  const ForwardParams& p = call.p;
-  const auto* const input = first_row<const typename Call::T>(p.input, rows);
-  const auto* const residual = first_row<const X>(p.residual, rows);
-  const auto* const input_scale = parameter_of<const typename Call::W>(p.input_scale, rows);
-  X* const sum = first_row<X>(p.sum, rows);
-  Threads::for_each(call.chunks, [&](Columns columns) {
+template <class Threads, int kCount, bool may_have_nan, class T, class X, class W>
+void add_residual(const ForwardParams& p, RowIndex first, const Chunks& chunks) {
+  const T* const input = row_of<const T>(p.input, first);
+  const X* const residual = row_of<const X>(p.residual, first);
+  const W* const input_scale = parameter_of<const W>(p.input_scale, first);
+  X* const sum = row_of<X>(p.sum, first);
+  Threads::for_each(chunks, [&](Columns columns) {
     for_each_stored_pack<AccOf<X>, kCount == 1, false>(sum, columns, [&](int64_t j, auto lanes) {
       const auto factor = load_weight<X>(input_scale, 0, j, lanes);
       for (int k = 0; k < kCount; ++k) {
@@ -90,21 +74,16 @@ void add_residual(const Call& call, const Rows& rows) {
   });
 }
 
-// The statistics of kCount rows, from the sums of x - center and of its square. A row whose center is an estimate too
-// far from the mean (see the top of this file) is read again with a better one. In a rescaled row of equal elements,
-// the square of the center's rounding error may overflow or underflow, so that such a row is always read again. The
-// differences are stored unless `differences` is nullptr.
-template <class Threads, int kCount, int kPacks, bool rescaled, class Call, class Differences>
-Statistics<typename Call::Acc, kCount> statistics_around(const PerRow<typename Call::Acc, kCount>& center,
-                                                         bool is_estimate, const Call& call, const Rows& rows,
-                                                         typename Call::Acc row_scale, Differences differences) {
-  using X = typename Call::X;
-  using Acc = typename Call::Acc;
+// The statistics of kCount rows, the first at x, from the sums of x - center and of its square. A row whose center is
+// an estimate too far from the mean (see the top of this file) is read again with a better one. In a rescaled row of
+// equal elements, the square of the center's rounding error may overflow or underflow, so that such a row is always
+// read again. The differences are stored unless `differences` is nullptr.
+template <class Threads, int kCount, int kPacks, bool rescaled, class X, class Differences = std::nullptr_t>
+Statistics<AccOf<X>, kCount> statistics_around(const X* x, int64_t stride, const Chunks& chunks, double eps, bool rms,
+                                               AccOf<X> row_scale, const PerRow<AccOf<X>, kCount>& center,
+                                               bool is_estimate, Differences differences = nullptr) {
+  using Acc = AccOf<X>;
   using Doubles = PerRow<double, kCount>;
-  const Chunks& chunks = call.chunks;
-  const X* const x = first_row<const X>(call.x, rows);
-  const int64_t stride = call.x.row_stride;
-  const double eps = call.p.eps;
   Acc centers[kCount];
   for (int r = 0; r < kCount; ++r) centers[r] = center[r];
   enum { kDifferences, kSquares, kKinds };
@@ -123,7 +102,7 @@ Statistics<typename Call::Acc, kCount> statistics_around(const PerRow<typename C
     });
     return s.total();
   });
-  const Doubles correction = call.p.rms ? Doubles{} : chunks.mean<Acc>(sums.values[kDifferences]);
+  const Doubles correction = rms ? Doubles{} : chunks.mean<Acc>(sums.values[kDifferences]);
   Doubles variance = chunks.mean<Acc>(sums.values[kSquares]) - correction * correction, rstd;
   variance = variance < 0 ? Doubles{} : variance;  // written so that NaN stays NaN
   if constexpr (rescaled) {
@@ -146,8 +125,8 @@ Statistics<typename Call::Acc, kCount> statistics_around(const PerRow<typename C
   for (int r = 0; r < kCount; ++r) {
     if (!is_far[r]) continue;
     const PerRow<Acc, 1> mean = {static_cast<Acc>(center[r] + correction[r])};
-    const auto row =
-        statistics_around<Threads, 1, kPacks, rescaled>(mean, false, call, rows.part(r, 1), row_scale, nullptr);
+    const auto row = statistics_around<Threads, 1, kPacks, rescaled>(x + r * stride, stride, chunks, eps, rms,
+                                                                     row_scale, mean, /*is_estimate=*/false);
     stats.center[r] = row.center[0];
     stats.correction[r] = row.correction[0];
     stats.rstd[r] = row.rstd[0];
@@ -155,57 +134,52 @@ Statistics<typename Call::Acc, kCount> statistics_around(const PerRow<typename C
   return stats;
 }
 
-// The statistics of kCount rows. The average of a row's first pack estimates its mean.
-template <class Threads, int kCount, int kPacks, bool rescaled, class Call, class Differences = std::nullptr_t>
-Statistics<typename Call::Acc, kCount> compute_statistics(const Call& call, const Rows& rows,
-                                                          typename Call::Acc row_scale,
-                                                          Differences differences = nullptr) {
-  using X = typename Call::X;
-  using Acc = typename Call::Acc;
-  const X* const x = first_row<const X>(call.x, rows);
-  const int64_t stride = call.x.row_stride;
+// The statistics of kCount rows, the first at x. The average of a row's first pack estimates its mean.
+template <class Threads, int kCount, int kPacks, bool rescaled, class X, class Differences = std::nullptr_t>
+Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, const Chunks& chunks, double eps, bool rms,
+                                                AccOf<X> row_scale, Differences differences = nullptr) {
+  using Acc = AccOf<X>;
   PerRow<Acc, kCount> center = {};
-  if (!call.p.rms) {
-    const int64_t n = min(call.chunks.cols, kPackSize<Acc>);
-    Accumulators<Acc, kCount, 1, 1> first;
+  if (!rms) {
+    const int64_t n = min(chunks.cols, kPackSize<Acc>);
+    Accumulators<Acc, kCount, 1, 1> first_packs;
     for_each_pack<Acc, 1>({0, n}, [&](int, int64_t j, auto lanes) {
 #pragma GCC unroll 4
       for (int r = 0; r < kCount; ++r)
-        first.values[0][r][0] = load_row<X, rescaled>(x + r * stride + j, row_scale, lanes);
+        first_packs.values[0][r][0] = load_row<X, rescaled>(x + r * stride + j, row_scale, lanes);
     });
-    center = __builtin_convertvector(first.total().values[0] * (1.0 / static_cast<double>(n)), PerRow<Acc, kCount>);
+    center =
+        __builtin_convertvector(first_packs.total().values[0] * (1.0 / static_cast<double>(n)), PerRow<Acc, kCount>);
   }
-  return statistics_around<Threads, kCount, kPacks, rescaled>(center, !call.p.rms, call, rows, row_scale, differences);
+  return statistics_around<Threads, kCount, kPacks, rescaled>(x, stride, chunks, eps, rms, row_scale, center,
+                                                              /*is_estimate=*/!rms, differences);
 }
 
 // Stores the output of kCount rows.
-template <class Threads, int kCount, bool rescaled, bool streaming, bool has_differences, bool gated, class Call>
-void normalize(const Call& call, const Rows& rows, const Statistics<typename Call::Acc, kCount>& stats,
-               typename Call::Acc row_scale, const Prefetch& prefetch) {
-  using T = typename Call::T;
-  using X = typename Call::X;
-  using W = typename Call::W;
-  using Acc = typename Call::Acc;
-  const ForwardParams& p = call.p;
-  const X* const x = first_row<const X>(call.x, rows);
-  T* const y = first_row<T>(p.output, rows);
-  const W* const weight = parameter_of<const W>(p.weight, rows);
-  const W* const bias = parameter_of<const W>(p.bias, rows);
+template <class Threads, int kCount, bool rescaled, bool streaming, bool has_differences, bool gated, class T, class X,
+          class W>
+void normalize(const ForwardParams& p, RowIndex first, const View& values, const Chunks& chunks,
+               const Statistics<AccOf<X>, kCount>& stats, AccOf<X> row_scale, const Prefetch& prefetch) {
+  using Acc = AccOf<X>;
+  const X* const x = row_of<const X>(values, first);
+  T* const y = row_of<T>(p.output, first);
+  const W* const weight = parameter_of<const W>(p.weight, first);
+  const W* const bias = parameter_of<const W>(p.bias, first);
   const Acc weight_offset = p.zero_centered_weight;
-  const int64_t x_stride = call.x.row_stride, y_stride = p.output.row_stride;
+  const int64_t x_stride = values.row_stride, y_stride = p.output.row_stride;
   constexpr bool kMayHaveNan = !std::is_same_v<T, W> || !std::is_same_v<T, X>;
   constexpr bool kAligned = kCount == 1 && !has_differences;  // the differences are packs that begin at column 0
   constexpr int64_t kWriteAhead = kWriteAheadBytes / sizeof(T);
   const Activation activation = p.activation;
-  const T* const z = gated ? first_row<const T>(p.gate, rows) : nullptr;
+  const T* const z = gated ? row_of<const T>(p.gate, first) : nullptr;
   const int64_t z_stride = p.gate.row_stride;
-  const auto next_x = Address(x) + prefetch.rows_ahead * x_stride;
-  const auto next_y = Address(y) + prefetch.rows_ahead * y_stride;
-  const auto next_z = Address(z) + prefetch.rows_ahead * z_stride;
-  const bool prefetches = prefetch.rows_ahead, prefetches_y = prefetches && prefetch.output && !streaming;
+  const T* const next_z = gated && prefetch.rows_ahead ? z + prefetch.rows_ahead * z_stride : nullptr;
+  const X* const next_x = prefetch.rows_ahead ? x + prefetch.rows_ahead * x_stride : nullptr;
+  const T* const next_y =
+      prefetch.rows_ahead && prefetch.output && !streaming ? y + prefetch.rows_ahead * y_stride : nullptr;
   // Local variables, which a store cannot alias.
   const auto center = stats.center, rstd = stats.rstd, minus_correction = -stats.correction * rstd;
-  Threads::for_each(call.chunks, [&](Columns columns) {
+  Threads::for_each(chunks, [&](Columns columns) {
     for_each_stored_pack<Acc, kAligned, streaming>(y, columns, [&](int64_t j, auto lanes) {
       Pack<Acc> w, b;
       if (weight) w = load_weight<X>(weight, weight_offset, j, lanes);
@@ -241,37 +215,34 @@ void normalize(const Call& call, const Rows& rows, const Statistics<typename Cal
       } else {
         for (int k = 0; k < kCount; ++k) store_result(k, compute(k));
       }
-      for (int k = 0; k < kCount; ++k) {
-        if (prefetches) prefetch_packs<PrefetchFor::kL2>(next_x + (k * x_stride + j));
-        if (prefetches_y) prefetch_packs<PrefetchFor::kL2>(next_y + (k * y_stride + j));
-        if (prefetches && gated) prefetch_packs<PrefetchFor::kL2>(next_z + (k * z_stride + j));
-      }
+      for (int k = 0; next_x && k < kCount; ++k) prefetch_packs<PrefetchFor::kL2>(Address(next_x + k * x_stride + j));
+      for (int k = 0; next_y && k < kCount; ++k) prefetch_packs<PrefetchFor::kL2>(Address(next_y + k * y_stride + j));
+      for (int k = 0; next_z && k < kCount; ++k) prefetch_packs<PrefetchFor::kL2>(Address(next_z + k * z_stride + j));
     });
     if (streaming) streaming_fence();
   });
 }
 
-// Stores the output and the statistics of kCount rows.
-template <class Threads, int kCount, int kPacks, class Call>
-void store_rows(const Call& call, const Rows& rows, const Statistics<typename Call::Acc, kCount>& stats) {
-  using T = typename Call::T;
-  using X = typename Call::X;
-  using Acc = typename Call::Acc;
-  const ForwardParams& p = call.p;
-  const ForwardPolicy& policy = call.policy;
-  Acc* const mean = first_row<Acc>(p.mean, rows);
-  Acc* const rstd = first_row<Acc>(p.rstd, rows);
+// Stores the output and the statistics of kCount rows of `values`, which is the input or its sum with the residual.
+template <class Threads, int kCount, int kPacks, class T, class X, class W>
+void store_rows(const ForwardParams& p, const ForwardPolicy& policy, RowIndex first, const View& values,
+                const Chunks& chunks, const Statistics<AccOf<X>, kCount>& stats) {
+  using Acc = AccOf<X>;
+  const X* const x = row_of<const X>(values, first);
+  Acc* const mean = row_of<Acc>(p.mean, first);
+  Acc* const rstd = row_of<Acc>(p.rstd, first);
   const Prefetch& prefetch = kCount > 1 ? policy.prefetch_together : policy.prefetch_single;
   constexpr bool kMayStream = kHasStreamingStores && kPacks == kWidePacks;
-  constexpr bool kMayBeGated = std::is_same_v<T, X> && std::is_same_v<typename Call::W, Acc>;
+  constexpr bool kMayBeGated = std::is_same_v<T, X> && std::is_same_v<W, Acc>;
   const bool is_gated = kMayBeGated && p.activation != Activation::kNone;
   const Prefetch& single = policy.prefetch_single;
   // The statistics loop has read all of the kCount rows.
   const Prefetch row_prefetch = {single.rows_ahead ? max(single.rows_ahead, kCount) : 0, single.output};
   // Stores a row that has a gate or is rescaled by a power of two.
-  const auto store_row = [&](const Rows& row, const Statistics<Acc, 1>& row_stats, Acc row_scale) {
+  const auto store_row = [&](RowIndex row, const Statistics<Acc, 1>& row_stats, Acc row_scale) {
     const auto store_output = [&](auto streaming, auto gated) {
-      normalize<Threads, 1, true, streaming, false, gated>(call, row, row_stats, row_scale, row_prefetch);
+      normalize<Threads, 1, true, streaming, false, gated, T, X, W>(p, row, values, chunks, row_stats, row_scale,
+                                                                    row_prefetch);
     };
     constexpr std::bool_constant<kMayBeGated> kGated;
     if (!is_gated) {
@@ -284,15 +255,15 @@ void store_rows(const Call& call, const Rows& rows, const Statistics<typename Ca
   };
   if (stats.in_range) {
     const auto store_output = [&](auto count, int k, auto streaming, auto has_differences) {
-      normalize<Threads, count, false, streaming, has_differences, false>(
-          call, rows.part(k, count), stats.template rows<count>(k), /*row_scale=*/1, prefetch);
+      normalize<Threads, count, false, streaming, has_differences, false, T, X, W>(
+          p, first + k, values, chunks, stats.template rows<count>(k), /*row_scale=*/1, prefetch);
     };
     constexpr Constant<kCount> kAll;
     constexpr Constant<min(kCount, kTwoRows)> kFew;
     constexpr std::bool_constant<kMayStream> kStreaming;
     constexpr std::bool_constant<kMayKeepDifferences<kPacks, T, X>> kDifferences;
     if (is_gated) {
-      for (int k = 0; k < kCount; ++k) store_row(rows.part(k, 1), stats.template rows<1>(k), /*row_scale=*/1);
+      for (int k = 0; k < kCount; ++k) store_row(first + k, stats.template rows<1>(k), /*row_scale=*/1);
     } else if (kMayStream && policy.streams) {
       if (policy.outputs_together == 1) {
         for (int k = 0; k < kCount; ++k) store_output(Constant<1>{}, k, kStreaming, std::false_type{});
@@ -312,14 +283,15 @@ void store_rows(const Call& call, const Rows& rows, const Statistics<typename Ca
     }
   } else if constexpr (kCount > 1) {
     for (int k = 0; k < kCount; ++k) {
-      const Rows row = rows.part(k, 1);
-      store_rows<Threads, 1, kPacks>(call, row,
-                                     compute_statistics<Threads, 1, kPacks, false>(call, row, /*row_scale=*/1));
+      const auto row = compute_statistics<Threads, 1, kPacks, false>(x + k * values.row_stride, 0, chunks, p.eps, p.rms,
+                                                                     /*row_scale=*/1);
+      store_rows<Threads, 1, kPacks, T, X, W>(p, policy, first + k, values, chunks, row);
     }
   } else {  // sums overflowed or squares underflowed, or the row holds NaN or infinity and will give NaN again
     const Acc row_scale = row_scale_for(stats.rstd[0], stats.center[0]);
-    const auto rescaled = compute_statistics<Threads, 1, kPacks, true>(call, rows, row_scale);
-    store_row(rows, rescaled, row_scale);
+    const auto rescaled =
+        compute_statistics<Threads, 1, kPacks, true>(x, values.row_stride, chunks, p.eps, p.rms, row_scale);
+    store_row(first, rescaled, row_scale);
     if (mean) *mean = static_cast<Acc>((double(rescaled.center[0]) + rescaled.correction[0]) / row_scale);
     store_rstd(rstd, rescaled.rstd[0], row_scale, p.eps);
   }
@@ -327,57 +299,54 @@ void store_rows(const Call& call, const Rows& rows, const Statistics<typename Ca
 
 // Handles a batch of kBatch rows: adds the residual, if there is one, and computes the statistics, both for kCount rows
 // at a time. Then stores the output.
-template <class Threads, int kBatch, int kCount, int kPacks, class Call>
-void forward_rows(const Call& call, const Rows& rows) {
-  using T = typename Call::T;
-  using X = typename Call::X;
-  using Acc = typename Call::Acc;
-  const ForwardParams& p = call.p;
-  const ForwardPolicy& policy = call.policy;
+template <class Threads, int kBatch, int kCount, int kPacks, class T, class X, class W>
+void forward_rows(const ForwardParams& p, const ForwardPolicy& policy, RowIndex first, const Chunks& chunks) {
+  using Acc = AccOf<X>;
   constexpr bool kMayKeep = kMayKeepDifferences<kPacks, T, X>;
+  const View& values = p.residual.data ? p.sum : p.input;
   const bool keeps_differences = kMayKeep && kBatch <= policy.kept_rows;
   alignas(kVectorBytes) Acc differences[kMayKeep ? kMaxDifferences : 1];
   Statistics<Acc, kCount> stats[kBatch / kCount];
   for (int k = 0; k < kBatch; k += kCount) {
     if (p.residual.data) {
       // A NaN of an operand of another type than the sum may have lower bits that only the slower rounding handles.
-      constexpr bool kDiffers = !std::is_same_v<T, X>;
-      constexpr bool kInputScaleDiffers = kDiffers || !std::is_same_v<T, typename Call::W>;
-      const auto add = [&](auto count, int first) {
-        p.input_scale.data ? add_residual<Threads, count, kInputScaleDiffers>(call, rows.part(first, count))
-                           : add_residual<Threads, count, kDiffers>(call, rows.part(first, count));
+      constexpr bool kDiffers = !std::is_same_v<T, X>, kInputScaleDiffers = kDiffers || !std::is_same_v<T, W>;
+      const auto add = [&](auto count, RowIndex row) {
+        p.input_scale.data ? add_residual<Threads, count, kInputScaleDiffers, T, X, W>(p, row, chunks)
+                           : add_residual<Threads, count, kDiffers, T, X, W>(p, row, chunks);
       };
       if (kCount > 1 && policy.residuals_together == 1) {
-        for (int i = 0; i < kCount; ++i) add(Constant<1>{}, k + i);
+        for (int i = 0; i < kCount; ++i) add(Constant<1>{}, first + (k + i));
       } else {
-        add(Constant<kCount>{}, k);
+        add(Constant<kCount>{}, first + k);
       }
     }
+    const X* const x = row_of<const X>(values, first + k);
     const auto compute = [&](auto... to) {
-      stats[k / kCount] =
-          compute_statistics<Threads, kCount, kPacks, false>(call, rows.part(k, kCount), /*row_scale=*/1, to...);
+      stats[k / kCount] = compute_statistics<Threads, kCount, kPacks, false>(x, values.row_stride, chunks, p.eps, p.rms,
+                                                                             /*row_scale=*/1, to...);
     };
     keeps_differences ? compute(differences + k * padded_cols(p)) : compute();
   }
   for (int k = 0; k < kBatch; k += kCount) {
-    store_rows<Threads, kCount, kPacks>(call, rows.part(k, kCount), stats[k / kCount]);
+    store_rows<Threads, kCount, kPacks, T, X, W>(p, policy, first + k, values, chunks, stats[k / kCount]);
   }
 }
 
 // Handles rows [begin, end) of [samples * rows].
-template <class Call>
-[[gnu::noinline]] void forward_on_thread(const Call& call, int64_t begin, int64_t end) {
-  const ForwardPolicy& policy = call.policy;
-  for_each_sample(call.p.rows, begin, end, [&](const Rows& rows) {
+template <class T, class X, class W>
+[[gnu::noinline]] void forward_on_thread(const ForwardParams& p, const ForwardPolicy& policy, const Chunks& chunks,
+                                         int64_t begin, int64_t end) {
+  for_each_sample(p.rows, begin, end, [&](const Rows& rows) {
     int64_t done = 0;
     // Handles whole batches, `together` rows at a time.
     const auto handle = [&](auto batch, auto together, auto packs) {
       for (; done + batch <= rows.count; done += batch) {
-        forward_rows<OneThread, batch, together, packs>(call, rows.part(done, batch));
+        forward_rows<OneThread, batch, together, packs, T, X, W>(p, policy, rows[done], chunks);
       }
     };
     constexpr Constant<1> kOne;
-    if constexpr (kHandlesRowsTogether<typename Call::T, typename Call::X>) {
+    if constexpr (kHandlesRowsTogether<T, X>) {
       if (policy.batch_rows == kForwardBatchRows)
         handle(Constant<kForwardBatchRows>{}, Constant<kFourRows>{}, Constant<kNarrowPacks>{});
       if (policy.rows_together == kFourRows)
@@ -394,13 +363,13 @@ void gate_rows(const ForwardParams& p, const Rows& rows, const View& products, c
   using Acc = AccOf<T>;
   const Activation activation = p.activation;
   for (int64_t k = 0; k < rows.count; ++k) {
-    const Rows row = rows.part(k, 1);
-    const T* const x = first_row<const T>(p.input, row);
-    const T* const z = first_row<const T>(p.gate, row);
+    const RowIndex row = rows[k];
+    const T* const x = row_of<const T>(p.input, row);
+    const T* const z = row_of<const T>(p.gate, row);
     Acc* const to = products.row<Acc>(0, k);
     const auto next_x = Address(x) + prefetch.rows_ahead * p.input.row_stride;
     const auto next_z = Address(z) + prefetch.rows_ahead * p.gate.row_stride;
-    const auto next_y = Address(first_row<const T>(p.output, row)) + prefetch.rows_ahead * p.output.row_stride;
+    const auto next_y = Address(row_of<const T>(p.output, row)) + prefetch.rows_ahead * p.output.row_stride;
     for_each_pack<Acc, 1>({0, p.cols}, [&](int, int64_t j, auto lanes) {
       store<T, false>(to + j, load<T>(x + j, lanes) * activate(load<T>(z + j, lanes), activation), AllLanes{});
       if (!prefetch.rows_ahead) return;
@@ -432,17 +401,16 @@ void gate_first_forward(const ForwardParams& p) {
   parallel_for(policy.tasks, 1, [&](int64_t task, int64_t last) {
     ForwardParams batch = norm;
     batch.input = {scratch + task * policy.task_elements, 0, policy.pitch, 1};
-    const Forward<T, Acc, Acc> call = {batch, norm_policy, chunks};
     const auto handle_batch = [&](const Rows& from) {
-      const Rows parameter = {from.sample, 0, 1};
+      const RowIndex parameter = {from.sample, 0};
       batch.rows = from.count;
-      batch.output = rows_from<T>(p.output, from);
+      batch.output = rows_from<T>(p.output, from[0]);
       batch.weight = rows_from<Acc>(p.weight, parameter);
       batch.bias = rows_from<Acc>(p.bias, parameter);
-      batch.mean = rows_from<Acc>(p.mean, from);
-      batch.rstd = rows_from<Acc>(p.rstd, from);
+      batch.mean = rows_from<Acc>(p.mean, from[0]);
+      batch.rstd = rows_from<Acc>(p.rstd, from[0]);
       gate_rows<T>(p, from, batch.input, prefetch);
-      forward_on_thread(call, 0, batch.rows);
+      forward_on_thread<T, Acc, Acc>(batch, norm_policy, chunks, 0, batch.rows);
     };
     for_each_sample(p.rows, task * rows / policy.tasks, last * rows / policy.tasks, [&](const Rows& part) {
       for (int64_t k = 0; k < part.count; k += policy.batch_rows) {
@@ -463,15 +431,15 @@ void forward(const ForwardParams& p) {
     if (p.gate_first) return gate_first_forward<T>(p);
     const Chunks chunks(p.cols, kChunk<AccOf<X>>);
     const ForwardPolicy policy(p, sizeof(X), sizeof(T));
-    const Forward<T, X, W> call = {p, policy, chunks};
     const int64_t rows = p.samples * p.rows;
     if (policy.shares_rows) {
       for (int64_t r = 0; r < rows; ++r) {
-        forward_rows<AllThreads, 1, 1, kWidePacks>(call, Rows{r / p.rows, r % p.rows, 1});
+        forward_rows<AllThreads, 1, 1, kWidePacks, T, X, W>(p, policy, {r / p.rows, r % p.rows}, chunks);
       }
       return;
     }
-    parallel_for(rows, grain(p.cols), [&](int64_t begin, int64_t end) { forward_on_thread(call, begin, end); });
+    parallel_for(rows, grain(p.cols),
+                 [&](int64_t begin, int64_t end) { forward_on_thread<T, X, W>(p, policy, chunks, begin, end); });
   });
 }
 

@@ -54,10 +54,10 @@ struct WithDerivative {
   Pack<Acc> value, derivative;
 };
 
-// The rows as a view of one sample.
+// A view of one sample, whose first row is that of the array with an index.
 template <class Element>
-View rows_from(const View& array, const Rows& rows) {
-  return {first_row<Element>(array, rows), 0, array.row_stride, array.col_stride};
+View rows_from(const View& array, RowIndex first) {
+  return {row_of<Element>(array, first), 0, array.row_stride, array.col_stride};
 }
 
 // ---- backward -------------------------------------------------------------------------------------------------------
@@ -79,10 +79,10 @@ void load_gated_batch(const BackwardParams& p, const Rows& rows, const GatedBatc
   const View &multiplied = p.gate_first ? p.input : p.grad_output, &other = p.gate_first ? p.grad_output : p.input;
   const View &product = p.gate_first ? batch.x : batch.dy, &converted = p.gate_first ? batch.dy : batch.x;
   for (int64_t k = 0; k < rows.count; ++k) {
-    const Rows row = rows.part(k, 1);
-    const T* const z = first_row<const T>(p.gate, row);
-    const T* const from = first_row<const T>(multiplied, row);
-    const T* const other_from = first_row<const T>(other, row);
+    const RowIndex row = rows[k];
+    const T* const z = row_of<const T>(p.gate, row);
+    const T* const from = row_of<const T>(multiplied, row);
+    const T* const other_from = row_of<const T>(other, row);
     Acc* const to = product.row<Acc>(0, k);
     Acc* const other_to = converted.row<Acc>(0, k);
     Acc* const input_factor = batch.input_factor.row<Acc>(0, k);
@@ -102,18 +102,18 @@ void load_gated_batch(const BackwardParams& p, const Rows& rows, const GatedBatc
 template <class T, bool gate_first, class Coefficients>
 void store_gated_batch(const BackwardParams& p, const Rows& rows, const GatedBatch& batch, const Coefficients& c) {
   using Acc = AccOf<T>;
-  const Acc* const weight = parameter_of<const Acc>(p.weight, rows);
-  const Acc* const bias = parameter_of<const Acc>(p.bias, rows);
+  const Acc* const weight = parameter_of<const Acc>(p.weight, rows[0]);
+  const Acc* const bias = parameter_of<const Acc>(p.bias, rows[0]);
   const Acc weight_offset = p.zero_centered_weight;
-  const bool stores_dx = p.grad_input.data && first_row<T>(p.grad_input, rows) != batch.dx.data;
+  const bool stores_dx = p.grad_input.data && row_of<T>(p.grad_input, rows[0]) != batch.dx.data;
   for (int64_t k = 0; k < rows.count; ++k) {
-    const Rows row = rows.part(k, 1);
+    const RowIndex row = rows[k];
     const Acc* const x = batch.x.row<const Acc>(0, k);
     const Acc* const dx = batch.dx.row<const Acc>(0, k);
     const Acc* const input_factor = batch.input_factor.row<const Acc>(0, k);
     const Acc* const gate_factor = batch.gate_factor.row<const Acc>(0, k);
-    T* const grad_input = first_row<T>(p.grad_input, row);
-    T* const grad_gate = first_row<T>(p.grad_gate, row);
+    T* const grad_input = row_of<T>(p.grad_input, row);
+    T* const grad_gate = row_of<T>(p.grad_gate, row);
     const Acc row_scale = c.row_scale()[k], mean = c.mean()[k], rstd = c.rescaled_rstd()[k],
               offset = c.minus_mean_xhat()[k];
     for_each_pack<Acc, 1>({0, p.cols}, [&](int, int64_t j, auto lanes) {

@@ -30,10 +30,19 @@ void dispatch_flags(const F& f, bool flag, Flags... flags) {
 
 // ---- rows and columns -----------------------------------------------------------------------------------------------
 
-// Adjacent rows of one sample of a view [samples, rows, cols] (kernel_params.h). A sample's rows share its parameters.
+// The index of a row of a view [samples, rows, cols] (kernel_params.h). A sample's rows share its parameters.
+struct RowIndex {
+  int64_t sample, row;
+
+  RowIndex operator+(int64_t rows) const { return {sample, row + rows}; }
+};
+
+// Adjacent rows of one sample.
 struct Rows {
   int64_t sample, first, count;
 
+  // The k-th of these rows.
+  RowIndex operator[](int64_t k) const { return {sample, first + k}; }
   // `n` of these rows, from row first + k on.
   Rows part(int64_t k, int64_t n) const { return {sample, first + k, n}; }
 };
@@ -45,16 +54,16 @@ struct Columns {
   int64_t end() const { return begin + count; }
 };
 
-// The first of the rows in an array; null if the array is absent.
+// A row of an array; null if the array is absent.
 template <class T>
-T* first_row(const View& array, const Rows& rows) {
-  return array.row<T>(rows.sample, rows.first);
+T* row_of(const View& array, RowIndex index) {
+  return array.row<T>(index.sample, index.row);
 }
 
-// The parameter of the rows' sample; null if the parameter is absent.
+// The parameter of a row's sample; null if the parameter is absent.
 template <class T>
-T* parameter_of(const View& parameter, const Rows& rows) {
-  return parameter.row<T>(rows.sample, 0);
+T* parameter_of(const View& parameter, RowIndex index) {
+  return parameter.row<T>(index.sample, 0);
 }
 
 // Calls f(Rows) for the parts of rows [begin, end) of [samples * rows] that belong to one sample.

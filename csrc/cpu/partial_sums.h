@@ -52,7 +52,7 @@ void store_parameter_gradients(const BackwardParams& p, const AccOf<X>* partials
         // A gradient that all samples share is stored with those of sample 0.
         if (gradient->data && part.sample * count < segments) {
           store_totals(PartialSums<X>{sums + part.sample * count * pitch, pitch, count}, columns,
-                       parameter_of<W>(*gradient, part));
+                       gradient->row<W>(part.sample, 0));
         }
         sums += padded_cols(p);
       }
