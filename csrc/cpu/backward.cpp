@@ -31,6 +31,7 @@
 namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
 
+// Prefetches a row that will be stored.
 template <class T>
 void prefetch_row_for_write(T* row, int64_t cols) {
   for (int64_t j = 0; j < cols; j += kCacheLineBytes / sizeof(T)) {
@@ -159,6 +160,8 @@ void backward_sharing_columns(const B& b) {
   });
 }
 
+// Handles all rows. The threads share the columns, take segments that are samples and store their gradients at once, or
+// take segments whose partial sums are added at the end.
 template <class B>
 void backward_of_rows(const B& b) {
   const BackwardParams& p = b.p;
@@ -189,8 +192,8 @@ void backward_of_rows(const B& b) {
   }
 }
 
-// A thread's part of the backward pass of a gated norm: that of the plain norm for batches of rows, some of whose
-// arrays are scratch rows. An array without scratch rows is read or written in place.
+// A thread's part of the backward pass of a gated norm: the plain norm's backward pass for one batch of rows after the
+// other. Some arrays of a batch are scratch rows; the others are read or written in place.
 template <class Acc>
 class GatedTask {
  public:

@@ -34,6 +34,7 @@ struct Coefficients {
 constexpr int64_t kCoefficients = 6;  // arrays in Coefficients
 static_assert(kMaxPackSize % kPackSize<float> == 0 && kTileCols % kMaxPackSize == 0);
 
+// What the functions of a call share.
 template <class T_, class X_, class W_>
 struct Backward {
   using T = T_;
@@ -51,13 +52,15 @@ struct Backward {
   // product with g, might overflow or underflow; its x is multiplied by a power of two near rstd. Rows whose rstd is
   // subnormal are rescaled even if the processor reads it as zero.
   bool needs_row_scale(Acc rstd) const { return p.memory_efficient || rstd < Acc(0x1p-20) || rstd > Acc(0x1p20); }
-  // The row_scale of a rescaled row. In backward from the output it is rstd, because d is xhat.
+  // The row_scale of a rescaled row. In backward from the output, d is xhat, so that rescaled_rstd is 1 and row_scale
+  // rstd.
   Acc row_scale(Acc mean, Acc rstd) const {
     if (p.memory_efficient) return rstd;
     // Numbers around so large a mean are too far apart for a product to underflow; the rescaled mean might overflow.
     if (rstd > 1 && std::fabs(mean) > Acc(0x1p20)) return 1;
     return std::ldexp(Acc(1), std::ilogb(std::fmax(rstd, std::numeric_limits<Acc>::min())));
   }
+  // A buffer for partial sums, see BackwardPolicy::buffers.
   Acc* buffer(int64_t index) const { return partials + index * pitch; }
 
   const BackwardParams& p;
@@ -65,7 +68,7 @@ struct Backward {
   const BackwardPolicy& policy;
   const Segments& segments = policy.segments;
   const int64_t padded_cols = cpu::padded_cols(p);
-  const int64_t pitch = ParameterGradients(p).count * padded_cols;
+  const int64_t pitch = ParameterGradients(p).count * padded_cols;  // from buffer to buffer
   const Acc weight_offset = p.zero_centered_weight;
   const bool has_input_scale_gradients = cpu::has_input_scale_gradients(p);
   Acc* const partials;  // [buffers + second_buffers, ParameterGradients::count, padded_cols], packs in the order of X
@@ -94,8 +97,8 @@ Pack<Acc> multiply_add(const Pack<Acc>& v, const Pack<Acc>& w, const Pack<Acc>& 
   return v * w + c;
 }
 
-// The sums of kCount rows, from which it stores their coefficients. Its operands are local variables, which a store
-// cannot alias.
+// Computes the sums of kCount rows, and stores their coefficients. Only dx needs the sums of g and of g * xhat
+// (with_g). The operands are local variables, which a store cannot alias.
 template <class Threads, int kCount, int kPacks, bool rescaled, bool with_g, class B>
 void sums_loop(const B& b, RowIndex first, const Coefficients<typename B::Acc>& c) {
   using T = typename B::T;
@@ -222,8 +225,8 @@ struct ColumnSums {
   bool are_unset = true;  // whether no row has been added, so that the arrays hold no numbers yet
 };
 
-// The gradients that a gradients loop computes. They are template parameters, because tests in the loop would slow it
-// down.
+// The gradients that a gradients loop computes. They are template parameters, because tests in the loop would slow down
+// the loop.
 template <bool rescaled, bool with_dx, bool streaming, bool with_dweight, bool with_dbias>
 struct LoopGradients {
   static constexpr bool kRescaled = rescaled, kDx = with_dx, kStreaming = streaming;
@@ -334,7 +337,7 @@ struct GradientOperands {
   const bool sums_are_unset;
 };
 
-// Handles kCount rows, pack by pack.
+// The gradients loop over kCount rows: takes a pack of columns at a time, for all of these rows.
 template <int kCount, class LoopGradients, class B>
 void gradients_loop_by_rows(const B& b, const ColumnSums<typename B::Acc>& sums, RowIndex first,
                             const Coefficients<typename B::Acc>& c) {
@@ -381,7 +384,8 @@ void gradients_loop_by_rows(const B& b, const ColumnSums<typename B::Acc>& sums,
   });
 }
 
-// Handles kColumnPacks packs of columns at a time, for all rows, so that their partial sums stay in registers.
+// The gradients loop over any number of rows: takes kColumnPacks packs of columns at a time, for all rows, so that the
+// partial sums stay in registers.
 template <class LoopGradients, class B>
 void gradients_loop_by_columns(const B& b, const ColumnSums<typename B::Acc>& sums, const Rows& rows,
                                const Coefficients<typename B::Acc>& c) {
@@ -453,23 +457,23 @@ void compute_gradients(const B& b, ColumnSums<typename B::Acc> sums, const Rows&
   }
 }
 
-// Returns compute_gradients() for the gradients that are wanted. A segment calls this once, because a call for every
-// batch of rows would slow down short rows.
+// Returns the compute_gradients() for the gradients that the call needs. A segment chooses once, because a choice for
+// every batch of rows would slow down short rows.
 template <class B>
 auto choose_gradients(const B& b) {
   auto* chosen = compute_gradients<B, true, false, true, true>;
   dispatch_flags(
-      [&](auto with_dx, auto streaming, auto wants_dweight, auto with_dbias) {
+      [&](auto with_dx, auto streaming, auto with_dweight, auto with_dbias) {
         constexpr bool kStreaming = with_dx && streaming && kHasStreamingStores;
-        constexpr bool kWithDweight = wants_dweight || with_dbias;  // dbias alone is rare, and has no loop of its own
+        constexpr bool kWithDweight = with_dweight || with_dbias;  // dbias alone is rare, and has no loop of its own
         chosen = compute_gradients<B, with_dx, kStreaming, kWithDweight, with_dbias>;
       },
       b.p.grad_input.data != nullptr, b.policy.streams, b.p.grad_weight.data != nullptr, b.p.grad_bias.data != nullptr);
   return chosen;
 }
 
-// The gradients of input_scale, and of the input that it multiplies, from dx, which the gradients loop has stored. The
-// loop is apart, so that other calls have no instruction for it.
+// The gradients of input_scale, and of the input that it multiplies, from dx, which the gradients loop has stored. This
+// is a loop of its own, so that the gradients loop of calls without an input_scale has no instruction for it.
 template <class B>
 void input_scale_loop(const B& b, const ColumnSums<typename B::Acc>& sums, const Rows& rows) {
   using T = typename B::T;

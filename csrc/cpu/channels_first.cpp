@@ -24,7 +24,7 @@
 namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
 
-// One value for each pixel of a tile, in the lane order of T.
+// One value for each pixel of a tile, in the lane order of T (kEvenOdd).
 template <class Number>
 using PerPixel = Number[kMaxTilePixels];
 
@@ -54,8 +54,8 @@ struct TilePosition {
   int64_t image, begin, next_image, next_begin, pixels;
 };
 
-// Prefetches a pack of the next tile in the last loop over this one. Hardware prefetchers do not follow as many
-// streams as there are channels.
+// Prefetches a pack of the next tile, for pixel j of channel c. The last loop over a tile calls this, because hardware
+// prefetchers do not follow as many streams as there are channels.
 template <class T>
 void prefetch_next(const Tile<const T>& tile, int64_t c, int64_t j) {
   prefetch_packs<PrefetchFor::kL2>(Address(tile.next + c * tile.stride + j));
@@ -115,7 +115,7 @@ struct ChunkSums {
   double lost[sizeof(Acc) == 8 ? kMaxTilePixels : 1] = {};
 };
 
-// Loads x and, if any pixel is rescaled, multiplies it by the row_scales.
+// Loads x, which is multiplied by the row_scale of each pixel if `rescaled`: if any pixel of the tile is rescaled.
 template <bool rescaled, class T, class Lanes>
 Pack<AccOf<T>> load_rescaled(const T* x, const AccOf<T>* row_scale, Lanes lanes) {
   const auto v = load<T>(x, lanes);
@@ -131,7 +131,7 @@ int64_t padded(int64_t pixels) {
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-// The mean is (center + correction) / row_scale.
+// The statistics of the pixels of a tile. The mean is (center + correction) / row_scale.
 template <class Acc>
 struct PixelStatistics {
   PerPixel<Acc> row_scale;   // 1, kShrink if a sum would overflow, or kEnlarge if squares would underflow
@@ -140,8 +140,9 @@ struct PixelStatistics {
   PerPixel<Acc> rstd;        // over row_scale
 };
 
-// Sets all statistics but, if `rescaled`, the row_scale. The average of the first chunk of channels estimates the mean;
-// if it is too far off in a pixel, the tile is read again. Returns whether no pixel needs a row_scale.
+// Computes the statistics of a tile; a call with `rescaled` keeps the row_scale that a call without it has set. The
+// average of the first chunk of channels estimates the mean; if it is too far off in a pixel (forward.cpp has the
+// bound), the tile is read again. Returns whether no pixel needs a row_scale.
 template <bool rescaled, class T>
 bool compute_statistics(const ForwardParams& p, const Tile<const T> x, const int64_t tile_pixels,
                         PixelStatistics<AccOf<T>>& stats) {
@@ -278,7 +279,7 @@ struct BackwardTile {
   const int64_t pixels = position.pixels;
 };
 
-// The state that the loops over one chunk of channels share.
+// What the loops over one chunk of channels share.
 template <bool rescaled, class B>
 struct ChannelChunk {
   using T = typename B::T;
@@ -291,7 +292,7 @@ struct ChannelChunk {
         weight(with_weight ? b.weight : nullptr, channels, 1, b.weight_offset),
         bias(rescaled ? b.bias : nullptr, channels, 0) {}
 
-  // d of the k-th channel of the chunk: x * row_scale - mean, or xhat if it is computed from the output.
+  // d of the chunk's channel k: x * row_scale - mean, or xhat if it is computed from the output.
   template <class Lanes>
   Pack<Acc> deviation(int64_t k, int64_t j, Lanes lanes) const {
     const T* const x = b.x.channel(channels.begin + k) + j;

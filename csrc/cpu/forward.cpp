@@ -173,10 +173,12 @@ void normalize(const ForwardParams& p, RowIndex first, const View& values, const
   const Activation activation = p.activation;
   const T* const z = gated ? row_of<const T>(p.gate, first) : nullptr;
   const int64_t z_stride = p.gate.row_stride;
-  const T* const next_z = gated && prefetch.rows_ahead ? z + prefetch.rows_ahead * z_stride : nullptr;
-  const X* const next_x = prefetch.rows_ahead ? x + prefetch.rows_ahead * x_stride : nullptr;
-  const T* const next_y =
-      prefetch.rows_ahead && prefetch.output && !streaming ? y + prefetch.rows_ahead * y_stride : nullptr;
+  // Addresses of later rows, or null for no prefetch.
+  const auto ahead = [&](bool wanted, const auto* row, int64_t stride) {
+    return Address(wanted && prefetch.rows_ahead ? row : nullptr) + (wanted ? prefetch.rows_ahead * stride : 0);
+  };
+  const auto next_x = ahead(true, x, x_stride), next_z = ahead(gated, z, z_stride);
+  const auto next_y = ahead(prefetch.output && !streaming, y, y_stride);
   // Local variables, which a store cannot alias.
   const auto center = stats.center, rstd = stats.rstd, minus_correction = -stats.correction * rstd;
   Threads::for_each(chunks, [&](Columns columns) {
@@ -215,9 +217,9 @@ void normalize(const ForwardParams& p, RowIndex first, const View& values, const
       } else {
         for (int k = 0; k < kCount; ++k) store_result(k, compute(k));
       }
-      for (int k = 0; next_x && k < kCount; ++k) prefetch_packs<PrefetchFor::kL2>(Address(next_x + k * x_stride + j));
-      for (int k = 0; next_y && k < kCount; ++k) prefetch_packs<PrefetchFor::kL2>(Address(next_y + k * y_stride + j));
-      for (int k = 0; next_z && k < kCount; ++k) prefetch_packs<PrefetchFor::kL2>(Address(next_z + k * z_stride + j));
+      for (int k = 0; next_x.value && k < kCount; ++k) prefetch_packs<PrefetchFor::kL2>(next_x + (k * x_stride + j));
+      for (int k = 0; next_y.value && k < kCount; ++k) prefetch_packs<PrefetchFor::kL2>(next_y + (k * y_stride + j));
+      for (int k = 0; next_z.value && k < kCount; ++k) prefetch_packs<PrefetchFor::kL2>(next_z + (k * z_stride + j));
     });
     if (streaming) streaming_fence();
   });

@@ -62,15 +62,17 @@ View rows_from(const View& array, RowIndex first) {
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// The rows of Acc of a batch. The arrays that are not needed are absent.
+// The arrays of a batch, whose elements are Acc: scratch rows, or rows of the call's arrays. Some calls lack some
+// arrays.
 struct GatedBatch {
-  View x, dy, dx;     // of the plain norm; dx may be an input that is no longer needed
+  View x, dy, dx;     // of the plain norm; dx may overwrite x or dy
   View input_factor;  // f(z), if the gate is first
   View gate_factor;   // dz / du or dz / n
 };
-constexpr int64_t kGatedArrays = 4;
+constexpr int64_t kGatedArrays = 4;  // the most arrays of scratch rows in a batch
 
-// The loop before those of the plain norm.
+// The loop before those of the plain norm: multiplies dy or, if the gate is first, x by f(z), and stores the factors
+// for the loop after. The other one of x and dy is at most converted to Acc.
 template <class T>
 void load_gated_batch(const BackwardParams& p, const Rows& rows, const GatedBatch& batch) {
   using Acc = AccOf<T>;
