@@ -173,9 +173,9 @@ void normalize(const ForwardParams& p, RowIndex first, const View& values, const
   const Activation activation = p.activation;
   const T* const z = gated ? row_of<const T>(p.gate, first) : nullptr;
   const int64_t z_stride = p.gate.row_stride;
-  // Addresses of later rows, or null for no prefetch.
-  const auto ahead = [&](bool wanted, const auto* row, int64_t stride) {
-    return Address(wanted && prefetch.rows_ahead ? row : nullptr) + (wanted ? prefetch.rows_ahead * stride : 0);
+  // The address of a later row of an array, or null for no prefetch.
+  const auto ahead = [&](bool prefetches, const auto* row, int64_t stride) {
+    return Address(prefetches && prefetch.rows_ahead ? row : nullptr) + (prefetches ? prefetch.rows_ahead * stride : 0);
   };
   const auto next_x = ahead(true, x, x_stride), next_z = ahead(gated, z, z_stride);
   const auto next_y = ahead(prefetch.output && !streaming, y, y_stride);
