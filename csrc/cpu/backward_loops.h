@@ -225,6 +225,13 @@ struct ColumnSums {
   bool are_unset = true;  // whether no row has been added, so that the arrays hold no numbers yet
 };
 
+// Prefetches kCount packs.
+template <int kCount, class T>
+void prefetch_packs(const T* p) {
+  constexpr int kBytes = kCount * kPackSize<AccOf<T>> * static_cast<int>(sizeof(T));
+  for (int i = 0; i < kBytes; i += kCacheLineBytes) __builtin_prefetch(reinterpret_cast<const char*>(p) + i);
+}
+
 // The gradients that a gradients loop computes. They are template parameters, because tests in the loop would slow down
 // the loop.
 template <bool rescaled, bool with_dx, bool streaming, bool with_dweight, bool with_dbias>
@@ -353,8 +360,8 @@ void gradients_loop_by_rows(const B& b, const ColumnSums<typename B::Acc>& sums,
   const int64_t n = sums.columns.count;
   const bool adjacent = x_stride == n && dy_stride == n;
   const bool prefetches = prefetched && (adjacent || n >= kCount * kStep);
-  auto next_x = Address(operands.x) + (prefetched * x_stride + sums.columns.begin);
-  auto next_dy = Address(operands.dy) + (prefetched * dy_stride + sums.columns.begin);
+  const auto* next_x = operands.x + prefetched * x_stride + sums.columns.begin;
+  const auto* next_dy = operands.dy + prefetched * dy_stride + sums.columns.begin;
   int64_t row_end = adjacent ? std::numeric_limits<int64_t>::max() : sums.columns.begin + n / kCount;
   for_each_pack<Acc, 1>(sums.columns, [&](int, int64_t j, auto lanes) {
     auto columns = operands.load_columns(j, lanes);
@@ -373,13 +380,13 @@ void gradients_loop_by_rows(const B& b, const ColumnSums<typename B::Acc>& sums,
     if (prefetches) {
       if (kCount > 1 && j >= row_end) {
         row_end += n / kCount;
-        next_x = next_x + (x_stride - n);
-        next_dy = next_dy + (dy_stride - n);
+        next_x += x_stride - n;
+        next_dy += dy_stride - n;
       }
-      prefetch_packs<PrefetchFor::kL1, kCount>(next_x);
-      prefetch_packs<PrefetchFor::kL1, kCount>(next_dy);
-      next_x = next_x + kCount * kStep;
-      next_dy = next_dy + kCount * kStep;
+      prefetch_packs<kCount>(next_x);
+      prefetch_packs<kCount>(next_dy);
+      next_x += kCount * kStep;
+      next_dy += kCount * kStep;
     }
   });
 }
@@ -392,8 +399,8 @@ void gradients_loop_by_columns(const B& b, const ColumnSums<typename B::Acc>& su
   using Acc = typename B::Acc;
   constexpr int kStep = kPackSize<Acc>;
   const GradientOperands<LoopGradients, B> operands(b, sums, rows[0], /*row_scale=*/1);
-  const auto next_x = Address(operands.x) + b.policy.rows_ahead * operands.x_stride;
-  const auto next_dy = Address(operands.dy) + b.policy.rows_ahead * operands.dy_stride;
+  const auto* const next_x = operands.x + b.policy.rows_ahead * operands.x_stride;
+  const auto* const next_dy = operands.dy + b.policy.rows_ahead * operands.dy_stride;
   const auto handle_columns = [&](auto packs, int64_t j, auto lanes) __attribute__((always_inline)) {
     PackOfColumns<Acc> columns[packs];
     for (int i = 0; i < packs; ++i) columns[i] = operands.load_columns(j + i * kStep, lanes);
@@ -404,8 +411,8 @@ void gradients_loop_by_columns(const B& b, const ColumnSums<typename B::Acc>& su
         operands.store_dx(row, j + i * kStep, lanes,
                           operands.add_row(row, coefficients, j + i * kStep, lanes, columns[i]));
       }
-      prefetch_packs<PrefetchFor::kL1, packs>(next_x + (row * operands.x_stride + j));
-      prefetch_packs<PrefetchFor::kL1, packs>(next_dy + (row * operands.dy_stride + j));
+      prefetch_packs<packs>(next_x + row * operands.x_stride + j);
+      prefetch_packs<packs>(next_dy + row * operands.dy_stride + j);
     }
     for (int i = 0; i < packs; ++i) operands.store_sums(j + i * kStep, columns[i]);
   };

@@ -58,7 +58,7 @@ struct TilePosition {
 // prefetchers do not follow as many streams as there are channels.
 template <class T>
 void prefetch_next(const Tile<const T>& tile, int64_t c, int64_t j) {
-  prefetch_packs<PrefetchFor::kL2>(Address(tile.next + c * tile.stride + j));
+  prefetch_to_l2(tile.next + c * tile.stride + j);
 }
 
 // Adjacent channels of an image.

@@ -155,6 +155,14 @@ Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, cons
                                                               /*is_estimate=*/!rms, differences);
 }
 
+// Prefetches the lines of a pack that will be stored.
+template <class T>
+void prefetch_for_write(T* p) {
+  constexpr int64_t kLine = kCacheLineBytes / sizeof(T);
+  __builtin_prefetch(p, 1);
+  if (kPackSize<AccOf<T>> > kLine) __builtin_prefetch(p + kLine, 1);
+}
+
 // Stores the output of kCount rows.
 template <class Threads, int kCount, bool rescaled, bool streaming, bool has_differences, bool gated, class T, class X,
           class W>
@@ -173,12 +181,10 @@ void normalize(const ForwardParams& p, RowIndex first, const View& values, const
   const Activation activation = p.activation;
   const T* const z = gated ? row_of<const T>(p.gate, first) : nullptr;
   const int64_t z_stride = p.gate.row_stride;
-  // The address of a later row of an array, or null for no prefetch.
-  const auto ahead = [&](bool prefetches, const auto* row, int64_t stride) {
-    return Address(prefetches && prefetch.rows_ahead ? row : nullptr) + (prefetches ? prefetch.rows_ahead * stride : 0);
-  };
-  const auto next_x = ahead(true, x, x_stride), next_z = ahead(gated, z, z_stride);
-  const auto next_y = ahead(prefetch.output && !streaming, y, y_stride);
+  const T* const next_z = gated && prefetch.rows_ahead ? z + prefetch.rows_ahead * z_stride : nullptr;
+  const X* const next_x = prefetch.rows_ahead ? x + prefetch.rows_ahead * x_stride : nullptr;
+  const bool prefetches_y = prefetch.rows_ahead && prefetch.output && !streaming;
+  const T* const next_y = prefetches_y ? y + prefetch.rows_ahead * y_stride : nullptr;
   // Local variables, which a store cannot alias.
   const auto center = stats.center, rstd = stats.rstd, minus_correction = -stats.correction * rstd;
   Threads::for_each(chunks, [&](Columns columns) {
@@ -206,7 +212,7 @@ void normalize(const ForwardParams& p, RowIndex first, const View& values, const
       };
       const auto store_result = [&](int k, const Pack<Acc>& v) __attribute__((always_inline)) {
         store<X, kMayHaveNan>(y + k * y_stride + j, v, store_lanes<streaming>(lanes));
-        if (kCount == 1 && !streaming) prefetch_packs<PrefetchFor::kStore>(Address(y) + (j + kWriteAhead));
+        if (kCount == 1 && !streaming) prefetch_for_write(y + j + kWriteAhead);
       };
       if constexpr (kStoresLast<kCount>) {
         Pack<Acc> results[kCount];
@@ -217,9 +223,9 @@ void normalize(const ForwardParams& p, RowIndex first, const View& values, const
       } else {
         for (int k = 0; k < kCount; ++k) store_result(k, compute(k));
       }
-      for (int k = 0; next_x.value && k < kCount; ++k) prefetch_packs<PrefetchFor::kL2>(next_x + (k * x_stride + j));
-      for (int k = 0; next_y.value && k < kCount; ++k) prefetch_packs<PrefetchFor::kL2>(next_y + (k * y_stride + j));
-      for (int k = 0; next_z.value && k < kCount; ++k) prefetch_packs<PrefetchFor::kL2>(next_z + (k * z_stride + j));
+      for (int k = 0; next_x && k < kCount; ++k) prefetch_to_l2(next_x + k * x_stride + j);
+      for (int k = 0; next_y && k < kCount; ++k) prefetch_to_l2(next_y + k * y_stride + j);
+      for (int k = 0; next_z && k < kCount; ++k) prefetch_to_l2(next_z + k * z_stride + j);
     });
     if (streaming) streaming_fence();
   });
@@ -369,15 +375,15 @@ void gate_rows(const ForwardParams& p, const Rows& rows, const View& products, c
     const T* const x = row_of<const T>(p.input, row);
     const T* const z = row_of<const T>(p.gate, row);
     Acc* const to = products.row<Acc>(0, k);
-    const auto next_x = Address(x) + prefetch.rows_ahead * p.input.row_stride;
-    const auto next_z = Address(z) + prefetch.rows_ahead * p.gate.row_stride;
-    const auto next_y = Address(row_of<const T>(p.output, row)) + prefetch.rows_ahead * p.output.row_stride;
+    const T* const next_x = x + prefetch.rows_ahead * p.input.row_stride;
+    const T* const next_z = z + prefetch.rows_ahead * p.gate.row_stride;
+    const T* const next_y = row_of<const T>(p.output, row + prefetch.rows_ahead);
     for_each_pack<Acc, 1>({0, p.cols}, [&](int, int64_t j, auto lanes) {
       store<T, false>(to + j, load<T>(x + j, lanes) * activate(load<T>(z + j, lanes), activation), AllLanes{});
       if (!prefetch.rows_ahead) return;
-      prefetch_packs<PrefetchFor::kL2>(next_x + j);
-      prefetch_packs<PrefetchFor::kL2>(next_z + j);
-      if (prefetch.output) prefetch_packs<PrefetchFor::kL2>(next_y + j);
+      prefetch_to_l2(next_x + j);
+      prefetch_to_l2(next_z + j);
+      if (prefetch.output) prefetch_to_l2(next_y + j);
     });
   }
 }

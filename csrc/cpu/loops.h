@@ -149,30 +149,12 @@ inline FirstLanes store_lanes(FirstLanes lanes) {
   return lanes;
 }
 
-// An address for a prefetch. It may be outside the array, where a pointer must not point.
+// Prefetches a pack, which has up to two cache lines, to the second-level cache.
 template <class T>
-struct Address {
-  explicit Address(const T* p) : value(reinterpret_cast<uintptr_t>(p)) {}
-  Address operator+(int64_t elements) const {
-    Address sum = *this;
-    sum.value += static_cast<uintptr_t>(elements) * sizeof(T);
-    return sum;
-  }
-
-  uintptr_t value;
-};
-
-// What a prefetch is for: to read through the first- or the second-level cache, or to store.
-enum class PrefetchFor { kL1, kL2, kStore };
-
-// Prefetches the cache lines of kPacks packs.
-template <PrefetchFor kUse, int kPacks = 1, class T>
-inline void prefetch_packs(Address<T> address) {
-  constexpr int kBytes = kPacks * kPackSize<AccOf<T>> * static_cast<int>(sizeof(T));
-  for (int i = 0; i < kBytes; i += kCacheLineBytes) {
-    __builtin_prefetch(reinterpret_cast<const void*>(address.value + i), kUse == PrefetchFor::kStore,
-                       kUse == PrefetchFor::kL2 ? 2 : 3);
-  }
+inline void prefetch_to_l2(const T* p) {
+  constexpr int64_t kLine = kCacheLineBytes / sizeof(T);
+  __builtin_prefetch(p, 0, 2);
+  if (kPackSize<AccOf<T>> > kLine) __builtin_prefetch(p + kLine, 0, 2);
 }
 
 }  // namespace
