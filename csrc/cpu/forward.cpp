@@ -347,7 +347,7 @@ template <class T, class X, class W>
                                          int64_t begin, int64_t end) {
   for_each_sample(p.rows, begin, end, [&](const Rows& rows) {
     int64_t done = 0;
-    // Handles whole batches, `together` rows at a time.
+    // Handles batches, `together` rows of them at a time, until fewer rows are left than a batch has.
     const auto handle = [&](auto batch, auto together, auto packs) {
       for (; done + batch <= rows.count; done += batch) {
         forward_rows<OneThread, batch, together, packs, T, X, W>(p, policy, rows[done], chunks);

@@ -65,8 +65,12 @@ struct Segments {
   int64_t begin(int64_t segment) const { return segment / per_sample * sample_rows + segment % per_sample * rows; }
   int64_t end(int64_t segment) const { return min(begin(segment) + rows, (segment / per_sample + 1) * sample_rows); }
 
-  int64_t samples, sample_rows, rows, per_sample, count;
-  bool are_gradients;  // whether the sums of each segment are the gradients of its sample
+  int64_t samples;      // with gradients of their own; else 1, and all rows count as rows of one sample
+  int64_t sample_rows;  // the rows of such a sample
+  int64_t rows;         // of a segment; the last one of a sample may have fewer
+  int64_t per_sample;   // segments of a sample
+  int64_t count;        // of all segments
+  bool are_gradients;   // whether the sums of each segment are the gradients of its sample
 
  private:
   Segments(const BackwardParams& p, const ParameterGradients& gradients)
