@@ -25,10 +25,13 @@
 
 #include "../dtypes.h"
 #include "backward_loops.h"
+#include "gated.h"
+#include "partial_sums.h"
 
 namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
 
+// Prefetches a row that will be stored.
 template <class T>
 void prefetch_row_for_write(T* row, int64_t cols) {
   for (int64_t j = 0; j < cols; j += kCacheLineBytes / sizeof(T)) {
@@ -37,127 +40,130 @@ void prefetch_row_for_write(T* row, int64_t cols) {
   }
 }
 
-// Calls f(sample, first row, rows) for the rows of a segment, at most `step` at a time. f may write dx.
-template <class B, class F>
-void for_rows_of_segment(const B& b, int64_t segment, int64_t step, const F& f) {
-  for_each_sample(b.p.rows, b.segments.begin(segment), b.segments.end(segment),
-                  [&](int64_t sample, int64_t row, int64_t count) {
-                    for (int64_t k = 0; k < count; k += step) f(sample, row + k, min(step, count - k));
-                  });
-  if (b.policy.streams) streaming_fence();
-}
-
-// The partial sums of a segment for columns [begin, begin + n). Those of the first kSumRows rows or less go to a
-// buffer. Those of the rows that follow go to the second buffer and are then added to the first, kSumRows rows at a
-// time.
+// The partial sums of a segment, for some columns. The first sum goes to a buffer. Each sum that follows goes to the
+// second buffer and is then added to the first.
 template <class B>
 class SegmentSums {
  public:
-  SegmentSums(const B& b, int64_t buffer, int64_t second_buffer, int64_t begin, int64_t n)
-      : b_(b), buffer_(buffer), second_buffer_(b.policy.buffers + second_buffer), begin_(begin), n_(n) {}
+  using Acc = typename B::Acc;
 
-  // Adds rows r to r + count - 1 of a sample.
-  void add(int64_t sample, int64_t r, int64_t count, const Coefficients<typename B::Acc>& c, bool any_rescaled) {
-    if (rows_ + count > kSumRows) next_sum();
-    const int64_t buffer = is_first_ ? buffer_ : second_buffer_;
-    finish_(b_, buffer, sample, r, count, rows_ == 0, c, any_rescaled, begin_, n_);
-    if (b_.has_input_scale_gradients) input_scale_loop(b_, buffer, sample, r, count, rows_ == 0, begin_, n_);
-    rows_ += count;
+  SegmentSums(const B& b, int64_t buffer, int64_t second_buffer, Columns columns)
+      : b_(b),
+        total_(b, buffer, columns),
+        second_(b, b.policy.second_buffers ? b.policy.buffers + second_buffer : buffer, columns) {}
+
+  void add(const Rows& rows, const Coefficients<Acc>& c, bool any_rescaled) {
+    ColumnSums<Acc>& sum = is_first_ ? total_ : second_;
+    compute_gradients_(b_, sum, rows, c, any_rescaled);
+    if (b_.has_input_scale_gradients) input_scale_loop(b_, sum, rows);
+    sum.are_unset = false;
   }
 
-  // Adds the second buffer to the first, if the segment has used it. The caller has added at least one row.
-  void end() {
-    if (!is_first_) next_sum();
+  // Ends a sum, to which at least one row has been added. Rows that follow are added to another sum.
+  void end_sum() {
+    if (!is_first_) {
+      add_second(total_.dweight, second_.dweight);
+      add_second(total_.dbias, second_.dbias);
+      add_second(total_.dinput_scale, second_.dinput_scale);
+    }
+    is_first_ = false;
+    second_.are_unset = true;
+  }
+
+  // Stores the total of all sums as the gradients of a sample.
+  void store_gradients(int64_t sample) const {
+    const auto store = [&](const Acc* sums, const View& gradient) {
+      if (!gradient.data) return;
+      store_totals(PartialSums<typename B::X>{sums, b_.pitch, 1}, total_.columns,
+                   gradient.row<typename B::W>(sample, 0));
+    };
+    store(total_.dweight, b_.p.grad_weight);
+    store(total_.dbias, b_.p.grad_bias);
+    store(total_.dinput_scale, b_.p.grad_input_scale);
   }
 
  private:
-  void next_sum() {
-    if (!is_first_) {
-      add_buffer(b_.dweight(buffer_), b_.dweight(second_buffer_));
-      add_buffer(b_.dbias(buffer_), b_.dbias(second_buffer_));
-      add_buffer(b_.dinput_scale(buffer_), b_.dinput_scale(second_buffer_));
-    }
-    is_first_ = false;
-    rows_ = 0;
-  }
-  void add_buffer(typename B::Acc* sums, const typename B::Acc* more) const {
-    if (!sums) return;
-    for_each_pack<typename B::Acc, 1>(begin_, n_, [&](int, int64_t j, auto) {
-      write(sums + j, read(sums + j, AllLanes{}) + read(more + j, AllLanes{}), AllLanes{});
+  void add_second(Acc* total, const Acc* second) const {
+    if (!total) return;
+    for_each_pack<Acc, 1>(total_.columns, [&](int, int64_t j, auto) {
+      write(total + j, read(total + j, AllLanes{}) + read(second + j, AllLanes{}), AllLanes{});
     });
   }
 
   const B& b_;
-  decltype(choose_gradients(std::declval<const B&>())) finish_ = choose_gradients(b_);
-  const int64_t buffer_, second_buffer_, begin_, n_;
-  int64_t rows_ = 0;  // in the current sum
-  bool is_first_ = true;
+  decltype(choose_gradients(std::declval<const B&>())) compute_gradients_ = choose_gradients(b_);
+  ColumnSums<Acc> total_, second_;
+  bool is_first_ = true;  // whether rows are added to the first sum of the segment
 };
 
-// Handles all rows of a segment; its partial sums go to a buffer of the workspace.
-template <class B>
-void backward_segment(const B& b, int64_t segment, int64_t buffer, int64_t second_buffer) {
-  SegmentSums<B> sums(b, buffer, second_buffer, 0, b.p.cols);
-  for_rows_of_segment(b, segment, b.policy.batch, [&](int64_t sample, int64_t r, int64_t count) {
-    typename B::Acc values[kCoefficients * kMaxBatchRows];
-    const Coefficients<typename B::Acc> c = {values, kMaxBatchRows};
-    for (int64_t k = 0; b.policy.prefetches_dx && k < count; ++k) {
-      prefetch_row_for_write(b.p.grad_input.template row<typename B::X>(sample, r + k), b.p.cols);
-    }
-    sums.add(sample, r, count, c, compute_coefficients(b, sample, r, count, c));
-  });
-  sums.end();
+// Calls f(Rows) for the rows of a segment, at most a batch of rows of one sample at a time. f adds them to `sums`, and
+// may write dx.
+template <class B, class F>
+void for_batches_of_segment(const B& b, int64_t segment, SegmentSums<B>& sums, const F& f) {
+  const int64_t batch = b.policy.batch_rows, end = b.segments.end(segment);
+  for (int64_t row = b.segments.begin(segment); row < end;) {
+    const int64_t sum_end = b.policy.sum_end(row, end);
+    for_each_sample(b.p.rows, row, sum_end, [&](const Rows& rows) {
+      for (int64_t k = 0; k < rows.count; k += batch) f(rows.part(k, min(batch, rows.count - k)));
+    });
+    sums.end_sum();
+    row = sum_end;
+  }
+  if (b.policy.streams) streaming_fence();
 }
 
-// Stores the sums in a buffer, for columns [begin, end), as the gradients of a sample.
+// Handles all rows of a segment. Returns its partial sums, which are in a buffer of the workspace.
 template <class B>
-void store_gradients(const B& b, int64_t sample, int64_t buffer, int64_t begin, int64_t end) {
-  const auto store = [&](const typename B::Acc* sums, const View& gradient) {
-    if (!gradient.data) return;
-    add_partials<typename B::X>(sums, b.pitch, 1, begin, end, gradient.row<typename B::W>(sample, 0));
-  };
-  store(b.dweight(buffer), b.p.grad_weight);
-  store(b.dbias(buffer), b.p.grad_bias);
-  store(b.dinput_scale(buffer), b.p.grad_input_scale);
+SegmentSums<B> backward_segment(const B& b, int64_t segment, int64_t buffer, int64_t second_buffer) {
+  SegmentSums<B> sums(b, buffer, second_buffer, {0, b.p.cols});
+  for_batches_of_segment(b, segment, sums, [&](const Rows& rows) {
+    typename B::Acc values[kCoefficients * kMaxBackwardBatchRows];
+    const Coefficients<typename B::Acc> c = {values, kMaxBackwardBatchRows};
+    for (int64_t k = 0; b.policy.prefetches_dx && k < rows.count; ++k) {
+      prefetch_row_for_write(row_of<typename B::X>(b.p.grad_input, rows[k]), b.p.cols);
+    }
+    sums.add(rows, c, compute_coefficients(b, rows, c));
+  });
+  return sums;
 }
 
 // Handles few long rows: computes the coefficients of all rows first, then the threads share the columns.
 template <class B>
 void backward_sharing_columns(const B& b) {
   const BackwardParams& p = b.p;
-  const int64_t rows = p.samples * p.rows;
+  const int64_t all_rows = p.samples * p.rows;
+  const auto coefficients_of = [&](const Rows& rows) { return b.coefficients.from(rows.sample * p.rows + rows.first); };
   if (b.policy.shares_rows) {
-    for (int64_t r = 0; r < rows; ++r) {
-      compute_coefficients<AllThreads, 1, kWidePacks>(b, r / p.rows, r % p.rows, b.coefficients.from(r));
+    for (int64_t r = 0; r < all_rows; ++r) {
+      compute_coefficients_together<AllThreads, 1, kWidePacks>(b, RowIndex{r / p.rows, r % p.rows},
+                                                               b.coefficients.from(r));
     }
   } else {
-    parallel_for(rows, grain(p.cols), [&](int64_t begin, int64_t end) {
-      for_each_sample(p.rows, begin, end, [&](int64_t sample, int64_t r, int64_t count) {
-        compute_coefficients(b, sample, r, count, b.coefficients.from(sample * p.rows + r));
-      });
+    parallel_for(all_rows, grain(p.cols), [&](int64_t begin, int64_t end) {
+      for_each_sample(p.rows, begin, end,
+                      [&](const Rows& rows) { compute_coefficients(b, rows, coefficients_of(rows)); });
     });
   }
-  const int64_t tiles = ceil_div(p.cols, kTileCols), step = b.policy.batch;
+  const int64_t tiles = ceil_div(p.cols, kTileCols);
   parallel_for(b.segments.count * tiles, grain(b.segments.rows * kTileCols), [&](int64_t task, int64_t end) {
     for (; task < end; ++task) {
       const int64_t segment = task / tiles, begin = task % tiles * kTileCols;
-      SegmentSums<B> sums(b, segment, segment, begin, min(kTileCols, p.cols - begin));
-      for_rows_of_segment(b, segment, step, [&](int64_t sample, int64_t r, int64_t count) {
-        const auto c = b.coefficients.from(sample * p.rows + r);
+      SegmentSums<B> sums(b, segment, segment, {begin, min(kTileCols, p.cols - begin)});
+      for_batches_of_segment(b, segment, sums, [&](const Rows& rows) {
+        const auto c = coefficients_of(rows);
         bool any_rescaled = false;
-        for (int64_t k = 0; k < count; ++k) any_rescaled |= has_row_scale(b, c, k);
-        sums.add(sample, r, count, c, any_rescaled);
+        for (int64_t k = 0; k < rows.count; ++k) any_rescaled |= has_row_scale(b, c, k);
+        sums.add(rows, c, any_rescaled);
       });
-      sums.end();
-      if (b.segments.are_gradients) store_gradients(b, segment, segment, begin, min(begin + kTileCols, p.cols));
+      if (b.segments.are_gradients) sums.store_gradients(/*sample=*/segment);
     }
   });
 }
 
+// Handles all rows. The threads share the columns, take segments that are samples and store their gradients at once, or
+// take segments whose partial sums are added at the end.
 template <class B>
-void backward(const B& b) {
-  using X = typename B::X;
-  using W = typename B::W;
+void backward_of_rows(const B& b) {
   const BackwardParams& p = b.p;
   const BackwardPolicy& policy = b.policy;
   const Segments& segments = b.segments;
@@ -168,8 +174,7 @@ void backward(const B& b) {
       for (; buffer < end; ++buffer) {
         for (int64_t segment = buffer * segments.count / policy.buffers;
              segment < (buffer + 1) * segments.count / policy.buffers; ++segment) {
-          backward_segment(b, segment, buffer, buffer);
-          store_gradients(b, segment, buffer, 0, p.cols);
+          backward_segment(b, segment, buffer, buffer).store_gradients(/*sample=*/segment);
         }
       }
     });
@@ -177,16 +182,18 @@ void backward(const B& b) {
     parallel_for(segments.count, segment_grain(segments, p.cols), [&](int64_t first, int64_t end) {
       for (int64_t segment = first; segment < end; ++segment) {
         // Another core may have read these partial sums in the last call, so that stores would wait for its cache.
-        if (ParameterGradients(p).any()) prefetch_row_for_write(b.sums(segment), b.pitch);
+        if (ParameterGradients(p).any()) prefetch_row_for_write(b.buffer(segment), b.pitch);
         backward_segment(b, segment, segment, first);
       }
     });
   }
-  if (!segments.are_gradients) add_partials<X, W>(p, b.partials, segments.count);
+  if (!segments.are_gradients) {
+    store_parameter_gradients<typename B::X, typename B::W>(p, b.partials, segments.count);
+  }
 }
 
-// A thread's part of the backward pass of a gated norm: that of the plain norm for batches of rows, some of whose
-// arrays are scratch rows. An array without scratch rows is read or written in place.
+// A thread's part of the backward pass of a gated norm: the plain norm's backward pass for one batch of rows after the
+// other. Some arrays of a batch are scratch rows; the others are read or written in place.
 template <class Acc>
 class GatedTask {
  public:
@@ -195,7 +202,7 @@ class GatedTask {
       : p_(p), loops_(loops), norm_(p), b_(norm_, policy, partials) {
     const bool converts = p.dtype != p.param_dtype;
     const auto rows = [&](int64_t array) {
-      return View{scratch + array * gated_policy.array, 0, gated_policy.pitch, 1};
+      return View{scratch + array * gated_policy.array_elements, 0, gated_policy.pitch, 1};
     };
     if (p.gate_first || converts) scratch_.x = rows(0);
     if (!p.gate_first || converts) scratch_.dy = rows(1);
@@ -207,38 +214,38 @@ class GatedTask {
     norm_.grad_input = scratch_.dx.data ? scratch_.dx : p.grad_input;
   }
 
-  void handle_segment(int64_t segment, int64_t buffer, int64_t second_buffer) {
-    SegmentSums<B> sums(b_, buffer, second_buffer, 0, p_.cols);
-    for_rows_of_segment(b_, segment, b_.policy.batch, [&](int64_t sample, int64_t r, int64_t count) {
-      Acc values[kCoefficients * kMaxBatchRows];
-      const Coefficients<Acc> c = {values, kMaxBatchRows};
-      const GatedBatch batch = set_rows(sample, r);
-      loops_.load(p_, sample, r, count, batch);
-      sums.add(0, 0, count, c, compute_coefficients(b_, 0, 0, count, c));
-      if (p_.grad_input.data || p_.grad_gate.data) loops_.store(p_, sample, r, count, batch, c);
+  // Handles all rows of a segment, as backward_segment() does.
+  SegmentSums<Backward<Acc, Acc, Acc>> backward_segment(int64_t segment, int64_t buffer, int64_t second_buffer) {
+    SegmentSums<B> sums(b_, buffer, second_buffer, {0, p_.cols});
+    for_batches_of_segment(b_, segment, sums, [&](const Rows& rows) {
+      Acc values[kCoefficients * kMaxBackwardBatchRows];
+      const Coefficients<Acc> c = {values, kMaxBackwardBatchRows};
+      const GatedBatch batch = set_rows(rows);
+      const Rows norm_rows = {0, 0, rows.count};
+      loops_.load(p_, rows, batch);
+      sums.add(norm_rows, c, compute_coefficients(b_, norm_rows, c));
+      if (p_.grad_input.data || p_.grad_gate.data) loops_.store(p_, rows, batch, c);
     });
-    sums.end();
-  }
-  void store_gradients(int64_t segment, int64_t buffer) {
-    CPU_CAPABILITY::store_gradients(b_, segment, buffer, 0, p_.cols);
+    return sums;
   }
 
  private:
   using B = Backward<Acc, Acc, Acc>;
 
-  // Makes the rows from r of a sample on those of sample 0 of the plain norm.
-  GatedBatch set_rows(int64_t sample, int64_t r) {
+  // Makes `rows` the first rows of sample 0 of the plain norm.
+  GatedBatch set_rows(const Rows& rows) {
+    const RowIndex parameter = {rows.sample, 0};
     GatedBatch batch = scratch_;
-    if (!batch.x.data) batch.x = rows_from<Acc>(p_.input, sample, r);
-    if (!batch.dy.data) batch.dy = rows_from<Acc>(p_.grad_output, sample, r);
-    if (!batch.dx.data) batch.dx = rows_from<Acc>(p_.grad_input, sample, r);
+    if (!batch.x.data) batch.x = rows_from<Acc>(p_.input, rows[0]);
+    if (!batch.dy.data) batch.dy = rows_from<Acc>(p_.grad_output, rows[0]);
+    if (!batch.dx.data) batch.dx = rows_from<Acc>(p_.grad_input, rows[0]);
     norm_.input = batch.x;
     norm_.grad_output = batch.dy;
     norm_.grad_input = batch.dx;
-    norm_.weight = rows_from<Acc>(p_.weight, sample, 0);
-    norm_.bias = rows_from<Acc>(p_.bias, sample, 0);
-    norm_.mean = rows_from<Acc>(p_.mean, sample, r);
-    norm_.rstd = rows_from<Acc>(p_.rstd, sample, r);
+    norm_.weight = rows_from<Acc>(p_.weight, parameter);
+    norm_.bias = rows_from<Acc>(p_.bias, parameter);
+    norm_.mean = rows_from<Acc>(p_.mean, rows[0]);
+    norm_.rstd = rows_from<Acc>(p_.rstd, rows[0]);
     return batch;
   }
 
@@ -251,24 +258,26 @@ class GatedTask {
 
 template <class Acc>
 void gated_backward(const BackwardParams& p, const GatedLoops<Coefficients<Acc>>& loops) {
-  // The plain norm gets batches of rows in the caches, where one row is as good as all and prefetches gain nothing.
+  // The plain norm gets batches of rows in the caches, where prefetches and streaming stores gain nothing. Its policy
+  // is that of one row, which is in the caches as well.
   BackwardPolicy norm_policy(p, ArraySize(p, sizeof(Acc), /*rows=*/1));
-  norm_policy.prefetched = 0;
+  norm_policy.rows_ahead = 0;
+  norm_policy.streams = false;
   const Segments& segments = norm_policy.segments;
-  const GatedPolicy policy(p, segments.count, norm_policy.batch, kGatedArrays);
+  const GatedPolicy policy(p, segments.count, norm_policy.batch_rows, kGatedArrays);
   const int64_t buffers = norm_policy.buffers + norm_policy.second_buffers;
   const int64_t sums = ParameterGradients(p).count * buffers * padded_cols(p);
   Acc* const partials =
-      static_cast<Acc*>(p.allocator->allocate((sums + policy.scratch) * static_cast<int64_t>(sizeof(Acc))));
+      static_cast<Acc*>(p.allocator->allocate((sums + policy.elements) * static_cast<int64_t>(sizeof(Acc))));
   parallel_for(policy.tasks, 1, [&](int64_t task, int64_t end) {
-    GatedTask<Acc> rows(p, loops, policy, norm_policy, partials, partials + sums + task * policy.task_scratch);
+    GatedTask<Acc> norm(p, loops, policy, norm_policy, partials, partials + sums + task * policy.task_elements);
     for (int64_t segment = task * segments.count / policy.tasks; segment < end * segments.count / policy.tasks;
          ++segment) {
-      rows.handle_segment(segment, segments.are_gradients ? task : segment, task);
-      if (segments.are_gradients) rows.store_gradients(segment, task);
+      const auto partial_sums = norm.backward_segment(segment, segments.are_gradients ? task : segment, task);
+      if (segments.are_gradients) partial_sums.store_gradients(/*sample=*/segment);
     }
   });
-  if (!segments.are_gradients) add_partials<Acc, Acc>(p, partials, segments.count);
+  if (!segments.are_gradients) store_parameter_gradients<Acc, Acc>(p, partials, segments.count);
 }
 
 }  // namespace
@@ -291,7 +300,7 @@ void backward(const BackwardParams& p) {
     alignas(kVectorBytes) Acc stack[2 * 3 * kMaxStackCols];  // two buffers
     void* const workspace =
         policy.uses_stack ? stack : p.allocator->allocate(elements * static_cast<int64_t>(sizeof(Acc)));
-    backward(Backward<T, X, W>(p, policy, static_cast<Acc*>(workspace)));
+    backward_of_rows(Backward<T, X, W>(p, policy, static_cast<Acc*>(workspace)));
   });
 }
 

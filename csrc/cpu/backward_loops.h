@@ -6,7 +6,8 @@
 #include <cstring>
 #include <limits>
 
-#include "gated.h"
+#include "rescaling.h"
+#include "summation.h"
 
 namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
@@ -33,6 +34,7 @@ struct Coefficients {
 constexpr int64_t kCoefficients = 6;  // arrays in Coefficients
 static_assert(kMaxPackSize % kPackSize<float> == 0 && kTileCols % kMaxPackSize == 0);
 
+// What the functions of a call share.
 template <class T_, class X_, class W_>
 struct Backward {
   using T = T_;
@@ -50,29 +52,27 @@ struct Backward {
   // product with g, might overflow or underflow; its x is multiplied by a power of two near rstd. Rows whose rstd is
   // subnormal are rescaled even if the processor reads it as zero.
   bool needs_row_scale(Acc rstd) const { return p.memory_efficient || rstd < Acc(0x1p-20) || rstd > Acc(0x1p20); }
-  // The row_scale of a rescaled row. In backward from the output it is rstd, because d is xhat.
+  // The row_scale of a rescaled row. In backward from the output, d is xhat, so that rescaled_rstd is 1 and row_scale
+  // rstd.
   Acc row_scale(Acc mean, Acc rstd) const {
     if (p.memory_efficient) return rstd;
     // Numbers around so large a mean are too far apart for a product to underflow; the rescaled mean might overflow.
     if (rstd > 1 && std::fabs(mean) > Acc(0x1p20)) return 1;
     return std::ldexp(Acc(1), std::ilogb(std::fmax(rstd, std::numeric_limits<Acc>::min())));
   }
-  // The partial sums of a buffer. The loop for dbias computes dweight, too.
-  Acc* sums(int64_t buffer) const { return partials + buffer * pitch; }
-  Acc* dweight(int64_t buffer) const { return p.grad_weight.data || p.grad_bias.data ? sums(buffer) : nullptr; }
-  Acc* dbias(int64_t buffer) const { return p.grad_bias.data ? sums(buffer) + padded_cols : nullptr; }
-  Acc* dinput_scale(int64_t buffer) const { return p.grad_input_scale.data ? sums(buffer) + 2 * padded_cols : nullptr; }
+  // A buffer for partial sums, see BackwardPolicy::buffers.
+  Acc* buffer(int64_t index) const { return partials + index * pitch; }
 
   const BackwardParams& p;
   const Chunks chunks = {p.cols, kChunk<Acc>};
   const BackwardPolicy& policy;
   const Segments& segments = policy.segments;
   const int64_t padded_cols = cpu::padded_cols(p);
-  const int64_t pitch = ParameterGradients(p).count * padded_cols;
+  const int64_t pitch = ParameterGradients(p).count * padded_cols;  // from buffer to buffer
   const Acc weight_offset = p.zero_centered_weight;
   const bool has_input_scale_gradients = cpu::has_input_scale_gradients(p);
   Acc* const partials;  // [buffers + second_buffers, ParameterGradients::count, padded_cols], packs in the order of X
-  const Coefficients<Acc> coefficients = {sums(policy.buffers + policy.second_buffers),
+  const Coefficients<Acc> coefficients = {buffer(policy.buffers + policy.second_buffers),
                                           p.samples * p.rows};  // of all rows
 };
 
@@ -97,21 +97,23 @@ Pack<Acc> multiply_add(const Pack<Acc>& v, const Pack<Acc>& w, const Pack<Acc>& 
   return v * w + c;
 }
 
-// The sums of rows r to r + kCount - 1 of a sample, from which it stores their coefficients. Its operands are local
-// variables, which a store cannot alias.
+// Computes the sums of kCount rows, and stores their coefficients. Only dx needs the sums of g and of g * xhat
+// (with_g). The operands are local variables, which a store cannot alias.
 template <class Threads, int kCount, int kPacks, bool rescaled, bool with_g, class B>
-void sums_loop(const B& b, int64_t sample, int64_t r, const Coefficients<typename B::Acc>& c) {
+void sums_loop(const B& b, RowIndex first, const Coefficients<typename B::Acc>& c) {
+  using T = typename B::T;
   using X = typename B::X;
+  using W = typename B::W;
   using Acc = typename B::Acc;
   enum { kD, kG, kGD, kKinds };
-  const Acc* const means = b.p.mean.template row<const Acc>(sample, r);  // RMSNorm has none
-  const Acc* const rstds = b.p.rstd.template row<const Acc>(sample, r);
+  const Acc* const means = row_of<const Acc>(b.p.mean, first);  // RMSNorm has none
+  const Acc* const rstds = row_of<const Acc>(b.p.rstd, first);
   const int64_t mean_stride = b.p.mean.row_stride, rstd_stride = b.p.rstd.row_stride;
   const Acc row_scale = rescaled ? b.row_scale(means ? *means : Acc(0), *rstds) : Acc(1);
-  const auto* const x = b.p.input.template row<const X>(sample, r);
-  const auto* const dy = b.p.grad_output.template row<const typename B::T>(sample, r);
-  const auto* const weight = b.p.weight.template row<const typename B::W>(sample, 0);
-  const auto* const bias = b.p.bias.template row<const typename B::W>(sample, 0);
+  const X* const x = row_of<const X>(b.p.input, first);
+  const T* const dy = row_of<const T>(b.p.grad_output, first);
+  const W* const weight = parameter_of<const W>(b.p.weight, first);
+  const W* const bias = parameter_of<const W>(b.p.bias, first);
   const Acc weight_offset = b.weight_offset;
   const int64_t x_stride = b.p.input.row_stride, dy_stride = b.p.grad_output.row_stride;
   Acc mean[kCount];
@@ -125,9 +127,9 @@ void sums_loop(const B& b, int64_t sample, int64_t r, const Coefficients<typenam
     }
   }
   const auto rescaled_rstd = to_doubles(rstd);
-  const auto sums = Threads::template sum<Sums<kCount, kKinds>>(b.chunks, [&](int64_t begin, int64_t n) {
+  const auto sums = Threads::template sum<Sums<kCount, kKinds>>(b.chunks, [&](Columns columns) {
     Accumulators<Acc, kCount, with_g ? kKinds : 1, kPacks> s;
-    for_each_pack<Acc, kPacks>(begin, n, [&](int pack, int64_t j, auto lanes) {
+    for_each_pack<Acc, kPacks>(columns, [&](int pack, int64_t j, auto lanes) {
       Pack<Acc> w;
       if (with_g) w = load_weight<X>(weight, weight_offset, j, lanes);
 #pragma GCC unroll 4
@@ -137,7 +139,7 @@ void sums_loop(const B& b, int64_t sample, int64_t r, const Coefficients<typenam
         s.values[kD][k][pack] = s.values[kD][k][pack] + d;
         if constexpr (with_g) {
           const auto v = load<X>(dy + k * dy_stride + j, lanes);
-          s.values[kG][k][pack] = multiply_add<typename B::T, typename B::W>(v, w, s.values[kG][k][pack]);
+          s.values[kG][k][pack] = multiply_add<T, W>(v, w, s.values[kG][k][pack]);
           s.values[kGD][k][pack] = fma(v * w, d, s.values[kGD][k][pack]);
         }
       }
@@ -164,45 +166,64 @@ void sums_loop(const B& b, int64_t sample, int64_t r, const Coefficients<typenam
   store(c.minus_mean_g(), -mean_g);
 }
 
-// Returns whether one of the rows is rescaled.
+// Computes the coefficients of kCount rows. Returns whether one of the rows is rescaled.
 template <class Threads, int kCount, int kPacks, class B>
-bool compute_coefficients(const B& b, int64_t sample, int64_t r, const Coefficients<typename B::Acc>& c) {
-  const auto* const rstds = b.p.rstd.template row<const typename B::Acc>(sample, r);
+bool compute_coefficients_together(const B& b, RowIndex first, const Coefficients<typename B::Acc>& c) {
+  const auto* const rstds = row_of<const typename B::Acc>(b.p.rstd, first);
   bool any_rescaled = false;
   for (int k = 0; k < kCount; ++k) any_rescaled |= b.needs_row_scale(rstds[k * b.p.rstd.row_stride]);
   if constexpr (kCount > 1) {
     if (any_rescaled) {
-      for (int k = 0; k < kCount; ++k) compute_coefficients<Threads, 1, kPacks>(b, sample, r + k, c.from(k));
+      for (int k = 0; k < kCount; ++k) {
+        compute_coefficients_together<Threads, 1, kPacks>(b, first + k, c.from(k));
+      }
       return true;
     }
   } else if (any_rescaled) {
-    sums_loop<Threads, 1, kPacks, true, true>(b, sample, r, c);
+    sums_loop<Threads, 1, kPacks, true, true>(b, first, c);
     return true;
   }
-  b.p.grad_input.data ? sums_loop<Threads, kCount, kPacks, false, true>(b, sample, r, c)
-                      : sums_loop<Threads, kCount, kPacks, false, false>(b, sample, r, c);
+  b.p.grad_input.data ? sums_loop<Threads, kCount, kPacks, false, true>(b, first, c)
+                      : sums_loop<Threads, kCount, kPacks, false, false>(b, first, c);
   return false;
 }
 
-// The coefficients of rows r to r + count - 1 of a sample. Returns whether one of the rows is rescaled.
+// Computes the coefficients of rows. Returns whether one of the rows is rescaled.
 template <class B>
-bool compute_coefficients(const B& b, int64_t sample, int64_t r, int64_t count,
-                          const Coefficients<typename B::Acc>& c) {
+bool compute_coefficients(const B& b, const Rows& rows, const Coefficients<typename B::Acc>& c) {
   const bool narrow = b.policy.is_narrow;
   bool rescaled = false;
   int64_t k = 0;
-  const auto find = [&](auto rows, auto packs) {
+  const auto compute = [&](auto together, auto packs) {
     using Threads = std::conditional_t<packs == kNarrowPacks, NarrowRow, OneThread>;
-    for (; k + rows <= count; k += rows)
-      rescaled |= compute_coefficients<Threads, rows, packs>(b, sample, r + k, c.from(k));
+    for (; k + together <= rows.count; k += together) {
+      rescaled |= compute_coefficients_together<Threads, together, packs>(b, rows[k], c.from(k));
+    }
   };
   if constexpr (B::kTogether) {
-    if (narrow && b.policy.together == kRows) find(Constant<kRows>{}, Constant<kNarrowPacks>{});
-    narrow ? find(Constant<kFewRows>{}, Constant<kNarrowPacks>{}) : find(Constant<kFewRows>{}, Constant<kWidePacks>{});
+    if (narrow && b.policy.rows_together == kFourRows) compute(Constant<kFourRows>{}, Constant<kNarrowPacks>{});
+    narrow ? compute(Constant<kTwoRows>{}, Constant<kNarrowPacks>{})
+           : compute(Constant<kTwoRows>{}, Constant<kWidePacks>{});
   }
-  narrow ? find(Constant<1>{}, Constant<kNarrowPacks>{}) : find(Constant<1>{}, Constant<kWidePacks>{});
+  narrow ? compute(Constant<1>{}, Constant<kNarrowPacks>{}) : compute(Constant<1>{}, Constant<kWidePacks>{});
   return rescaled;
 }
+
+// The partial sums of some columns, to which the loops add rows. Each is an array over all columns, or null. The loop
+// for dbias computes dweight, too.
+template <class Acc>
+struct ColumnSums {
+  template <class B>
+  ColumnSums(const B& b, int64_t buffer, Columns columns)
+      : dweight(b.p.grad_weight.data || b.p.grad_bias.data ? b.buffer(buffer) : nullptr),
+        dbias(b.p.grad_bias.data ? b.buffer(buffer) + b.padded_cols : nullptr),
+        dinput_scale(b.p.grad_input_scale.data ? b.buffer(buffer) + 2 * b.padded_cols : nullptr),
+        columns(columns) {}
+
+  Acc *dweight, *dbias, *dinput_scale;
+  Columns columns;
+  bool are_unset = true;  // whether no row has been added, so that the arrays hold no numbers yet
+};
 
 // Prefetches kCount packs.
 template <int kCount, class T>
@@ -211,8 +232,8 @@ void prefetch_packs(const T* p) {
   for (int i = 0; i < kBytes; i += kCacheLineBytes) __builtin_prefetch(reinterpret_cast<const char*>(p) + i);
 }
 
-// The gradients that a gradients loop computes. They are template parameters, because tests in the loop would slow it
-// down.
+// The gradients that a gradients loop computes. They are template parameters, because tests in the loop would slow down
+// the loop.
 template <bool rescaled, bool with_dx, bool streaming, bool with_dweight, bool with_dbias>
 struct LoopGradients {
   static constexpr bool kRescaled = rescaled, kDx = with_dx, kStreaming = streaming;
@@ -233,13 +254,13 @@ struct RowCoefficients {
   }
 };
 
-// The weight and the partial sums for a pack of columns.
+// The weight and the partial sums of a pack of columns, in registers.
 template <class Acc>
-struct ColumnSums {
+struct PackOfColumns {
   Pack<Acc> weight, dweight, dbias;
 };
 
-// The operands of a gradients loop over rows r, r + 1, ... of a sample, and its steps. It is a local variable of the
+// The operands of a gradients loop over rows, and its steps. It is a local variable of the
 // loops, so that no store aliases the operands. Without the attributes, GCC calls the steps in the loop, which slows
 // down short rows.
 template <class LoopGradients, class B>
@@ -249,43 +270,41 @@ struct GradientOperands {
   using W = typename B::W;
   using Acc = typename B::Acc;
 
-  // `first` says that the rows are the first of a sum, so that the buffer holds no partial sums yet.
-  [[gnu::always_inline]] GradientOperands(const B& b, int64_t buffer, int64_t sample, int64_t r, bool first,
-                                          Acc row_scale)
+  [[gnu::always_inline]] GradientOperands(const B& b, const ColumnSums<Acc>& sums, RowIndex first, Acc row_scale)
       : b(b),
-        x(b.p.input.template row<const X>(sample, r)),
-        dy(b.p.grad_output.template row<const T>(sample, r)),
-        dsum(b.p.grad_sum.template row<const X>(sample, r)),
-        dx(b.p.grad_input.template row<X>(sample, r)),
-        weight(b.p.weight.template row<const W>(sample, 0)),
-        bias(b.p.bias.template row<const W>(sample, 0)),
-        dweight(b.dweight(buffer)),
-        dbias(b.dbias(buffer)),
+        x(row_of<const X>(b.p.input, first)),
+        dy(row_of<const T>(b.p.grad_output, first)),
+        dsum(row_of<const X>(b.p.grad_sum, first)),
+        dx(row_of<X>(b.p.grad_input, first)),
+        weight(parameter_of<const W>(b.p.weight, first)),
+        bias(parameter_of<const W>(b.p.bias, first)),
+        dweight(sums.dweight),
+        dbias(sums.dbias),
         x_stride(b.p.input.row_stride),
         dy_stride(b.p.grad_output.row_stride),
         dsum_stride(b.p.grad_sum.row_stride),
         dx_stride(b.p.grad_input.row_stride),
         row_scale(row_scale),
         weight_offset(b.weight_offset),
-        first(first) {}
+        sums_are_unset(sums.are_unset) {}
 
   template <class Lanes>
-  [[gnu::always_inline]] ColumnSums<Acc> load_columns(int64_t j, Lanes lanes) const {
-    ColumnSums<Acc> columns = {};
+  [[gnu::always_inline]] PackOfColumns<Acc> load_columns(int64_t j, Lanes lanes) const {
+    PackOfColumns<Acc> columns = {};
     if (LoopGradients::kDx) columns.weight = load_weight<X>(weight, weight_offset, j, lanes);
-    if (LoopGradients::kDweight && !first) columns.dweight = read(dweight + j, AllLanes{});
-    if (LoopGradients::kDbias && !first) columns.dbias = read(dbias + j, AllLanes{});
+    if (LoopGradients::kDweight && !sums_are_unset) columns.dweight = read(dweight + j, AllLanes{});
+    if (LoopGradients::kDbias && !sums_are_unset) columns.dbias = read(dbias + j, AllLanes{});
     return columns;
   }
-  [[gnu::always_inline]] void store_sums(int64_t j, const ColumnSums<Acc>& columns) const {
+  [[gnu::always_inline]] void store_sums(int64_t j, const PackOfColumns<Acc>& columns) const {
     if (LoopGradients::kDweight) write(dweight + j, columns.dweight, AllLanes{});
     if (LoopGradients::kDbias) write(dbias + j, columns.dbias, AllLanes{});
   }
 
-  // Adds a row, counted from r, to the partial sums of a pack of columns, and returns dx.
+  // Adds a row, counted from the first one, to the partial sums of a pack of columns, and returns dx.
   template <class Lanes>
   [[gnu::always_inline]] Pack<Acc> add_row(int64_t row, const RowCoefficients<Acc>& c, int64_t j, Lanes lanes,
-                                           ColumnSums<Acc>& columns) const {
+                                           PackOfColumns<Acc>& columns) const {
     Pack<Acc> result = {};
     auto v = load<X>(dy + row * dy_stride + j, lanes);
     if constexpr (!kEvenOdd<X>) v = in_register(v);  // bfloat16 was loaded once, as words
@@ -322,37 +341,40 @@ struct GradientOperands {
   Acc* const dbias;
   const int64_t x_stride, dy_stride, dsum_stride, dx_stride;
   const Acc row_scale, weight_offset;  // the row_scale is for rescaled rows, which are handled one by one
-  const bool first;
+  const bool sums_are_unset;
 };
 
-// Handles columns [begin, begin + n) of kCount rows from row r of a sample on, pack by pack.
+// The gradients loop over kCount rows: takes a pack of columns at a time, for all of these rows.
 template <int kCount, class LoopGradients, class B>
-void gradients_loop_by_rows(const B& b, int64_t buffer, int64_t sample, int64_t r, bool first,
-                            const Coefficients<typename B::Acc>& c, int64_t begin, int64_t n) {
+void gradients_loop_by_rows(const B& b, const ColumnSums<typename B::Acc>& sums, RowIndex first,
+                            const Coefficients<typename B::Acc>& c) {
   using Acc = typename B::Acc;
   constexpr int kStep = kPackSize<Acc>;
-  const GradientOperands<LoopGradients, B> operands(b, buffer, sample, r, first, *c.row_scale());
-  RowCoefficients<Acc> rows[kCount];
-  for (int k = 0; k < kCount; ++k) rows[k].load(c, k);
+  const GradientOperands<LoopGradients, B> operands(b, sums, first, *c.row_scale());
+  RowCoefficients<Acc> coefficients[kCount];
+  for (int k = 0; k < kCount; ++k) coefficients[k].load(c, k);
 
   // The next kCount rows are prefetched one after the other, because GCC has no registers for a pointer to each. At
   // column row_end, the pointers go on to another row.
-  const int64_t x_stride = operands.x_stride, dy_stride = operands.dy_stride, prefetched = b.policy.prefetched;
+  const int64_t x_stride = operands.x_stride, dy_stride = operands.dy_stride, prefetched = b.policy.rows_ahead;
+  const int64_t n = sums.columns.count;
   const bool adjacent = x_stride == n && dy_stride == n;
   const bool prefetches = prefetched && (adjacent || n >= kCount * kStep);
-  const auto* next_x = operands.x + prefetched * x_stride + begin;
-  const auto* next_dy = operands.dy + prefetched * dy_stride + begin;
-  int64_t row_end = adjacent ? std::numeric_limits<int64_t>::max() : begin + n / kCount;
-  for_each_pack<Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
+  const auto* next_x = operands.x + prefetched * x_stride + sums.columns.begin;
+  const auto* next_dy = operands.dy + prefetched * dy_stride + sums.columns.begin;
+  int64_t row_end = adjacent ? std::numeric_limits<int64_t>::max() : sums.columns.begin + n / kCount;
+  for_each_pack<Acc, 1>(sums.columns, [&](int, int64_t j, auto lanes) {
     auto columns = operands.load_columns(j, lanes);
     if constexpr (kStoresLast<kCount>) {
       Pack<Acc> dx[kCount];
 #pragma GCC unroll 4
-      for (int k = 0; k < kCount; ++k) dx[k] = operands.add_row(k, rows[k], j, lanes, columns);
+      for (int k = 0; k < kCount; ++k) dx[k] = operands.add_row(k, coefficients[k], j, lanes, columns);
 #pragma GCC unroll 4
       for (int k = 0; k < kCount; ++k) operands.store_dx(k, j, lanes, dx[k]);
     } else {
-      for (int k = 0; k < kCount; ++k) operands.store_dx(k, j, lanes, operands.add_row(k, rows[k], j, lanes, columns));
+      for (int k = 0; k < kCount; ++k) {
+        operands.store_dx(k, j, lanes, operands.add_row(k, coefficients[k], j, lanes, columns));
+      }
     }
     operands.store_sums(j, columns);
     if (prefetches) {
@@ -369,20 +391,20 @@ void gradients_loop_by_rows(const B& b, int64_t buffer, int64_t sample, int64_t 
   });
 }
 
-// Handles columns [begin, begin + n) of `count` rows from row r of a sample on: kColumnPacks packs of columns at a
-// time, for all rows, so that their partial sums stay in registers.
+// The gradients loop over any number of rows: takes kColumnPacks packs of columns at a time, for all rows, so that the
+// partial sums stay in registers.
 template <class LoopGradients, class B>
-void gradients_loop_by_columns(const B& b, int64_t buffer, int64_t sample, int64_t r, int64_t count, bool first,
-                               const Coefficients<typename B::Acc>& c, int64_t begin, int64_t n) {
+void gradients_loop_by_columns(const B& b, const ColumnSums<typename B::Acc>& sums, const Rows& rows,
+                               const Coefficients<typename B::Acc>& c) {
   using Acc = typename B::Acc;
   constexpr int kStep = kPackSize<Acc>;
-  const GradientOperands<LoopGradients, B> operands(b, buffer, sample, r, first, /*row_scale=*/1);
-  const auto* const next_x = operands.x + b.policy.prefetched * operands.x_stride;
-  const auto* const next_dy = operands.dy + b.policy.prefetched * operands.dy_stride;
+  const GradientOperands<LoopGradients, B> operands(b, sums, rows[0], /*row_scale=*/1);
+  const auto* const next_x = operands.x + b.policy.rows_ahead * operands.x_stride;
+  const auto* const next_dy = operands.dy + b.policy.rows_ahead * operands.dy_stride;
   const auto handle_columns = [&](auto packs, int64_t j, auto lanes) __attribute__((always_inline)) {
-    ColumnSums<Acc> columns[packs];
+    PackOfColumns<Acc> columns[packs];
     for (int i = 0; i < packs; ++i) columns[i] = operands.load_columns(j + i * kStep, lanes);
-    for (int64_t row = 0; row < count; ++row) {
+    for (int64_t row = 0; row < rows.count; ++row) {
       RowCoefficients<Acc> coefficients;
       coefficients.load(c, row);
       for (int i = 0; i < packs; ++i) {
@@ -394,8 +416,8 @@ void gradients_loop_by_columns(const B& b, int64_t buffer, int64_t sample, int64
     }
     for (int i = 0; i < packs; ++i) operands.store_sums(j + i * kStep, columns[i]);
   };
-  const int64_t end = begin + n;
-  int64_t j = begin;
+  const int64_t end = sums.columns.end();
+  int64_t j = sums.columns.begin;
   for (; j + kColumnPacks * kStep <= end; j += kColumnPacks * kStep) {
     handle_columns(Constant<kColumnPacks>{}, j, AllLanes{});
   }
@@ -412,69 +434,70 @@ bool has_row_scale(const B& b, const Coefficients<typename B::Acc>& c, int64_t r
   return b.p.memory_efficient || c.row_scale()[row] != 1;
 }
 
-// Stores dx and the partial sums of dweight and dbias, for columns [begin, begin + n) of rows r to r + count - 1 of a
-// sample.
+// Stores dx of rows, and adds them to the partial sums of dweight and dbias, for the columns of `sums`.
 template <class B, bool with_dx, bool streaming, bool with_dweight, bool with_dbias>
-void compute_gradients(const B& b, int64_t buffer, int64_t sample, int64_t r, int64_t count, bool first,
-                       const Coefficients<typename B::Acc>& c, bool any_rescaled, int64_t begin, int64_t n) {
+void compute_gradients(const B& b, ColumnSums<typename B::Acc> sums, const Rows& rows,
+                       const Coefficients<typename B::Acc>& c, bool any_rescaled) {
   // For the usual gradients only, because each copy of the loop enlarges the library.
   if constexpr (kHasColumnLoop && B::kTogether && with_dx && with_dweight) {
     if (b.policy.by_columns && !any_rescaled) {
-      return gradients_loop_by_columns<LoopGradients<false, with_dx, streaming, with_dweight, with_dbias>>(
-          b, buffer, sample, r, count, first, c, begin, n);
+      return gradients_loop_by_columns<LoopGradients<false, with_dx, streaming, with_dweight, with_dbias>>(b, sums,
+                                                                                                           rows, c);
     }
   }
   int64_t k = 0;
-  const auto loop = [&](auto rows, auto rescaled) {
-    gradients_loop_by_rows<rows, LoopGradients<rescaled, with_dx, streaming, with_dweight, with_dbias>>(
-        b, buffer, sample, r + k, first && k == 0, c.from(k), begin, n);
-    k += rows;
+  const auto loop = [&](auto together, auto rescaled) {
+    gradients_loop_by_rows<together, LoopGradients<rescaled, with_dx, streaming, with_dweight, with_dbias>>(
+        b, sums, rows[k], c.from(k));
+    sums.are_unset = false;
+    k += together;
   };
   if constexpr (B::kTogether) {
-    const int64_t together = any_rescaled ? 1 : min(b.policy.together, kMostRows);
-    while (together == kMostRows && k + kMostRows <= count) loop(Constant<kMostRows>{}, std::false_type{});
-    while (together >= kFewRows && k + kFewRows <= count) loop(Constant<kFewRows>{}, std::false_type{});
+    const int64_t together = any_rescaled ? 1 : min(b.policy.rows_together, kMostGradientRows);
+    while (together == kMostGradientRows && k + kMostGradientRows <= rows.count)
+      loop(Constant<kMostGradientRows>{}, std::false_type{});
+    while (together >= kTwoRows && k + kTwoRows <= rows.count) loop(Constant<kTwoRows>{}, std::false_type{});
   }
-  while (k < count) {
+  while (k < rows.count) {
     const bool rescaled = any_rescaled && has_row_scale(b, c, k);
     rescaled ? loop(Constant<1>{}, std::true_type{}) : loop(Constant<1>{}, std::false_type{});
   }
 }
 
-// Returns compute_gradients() for the gradients that are wanted. A segment calls this once, because a call for every
-// batch of rows would slow down short rows.
+// Returns the compute_gradients() for the gradients that the call needs. A segment chooses once, because a choice for
+// every batch of rows would slow down short rows.
 template <class B>
 auto choose_gradients(const B& b) {
   auto* chosen = compute_gradients<B, true, false, true, true>;
   dispatch_flags(
-      [&](auto with_dx, auto streaming, auto wants_dweight, auto with_dbias) {
+      [&](auto with_dx, auto streaming, auto with_dweight, auto with_dbias) {
         constexpr bool kStreaming = with_dx && streaming && kHasStreamingStores;
-        constexpr bool kWithDweight = wants_dweight || with_dbias;  // dbias alone is rare, and has no loop of its own
+        constexpr bool kWithDweight = with_dweight || with_dbias;  // dbias alone is rare, and has no loop of its own
         chosen = compute_gradients<B, with_dx, kStreaming, kWithDweight, with_dbias>;
       },
       b.p.grad_input.data != nullptr, b.policy.streams, b.p.grad_weight.data != nullptr, b.p.grad_bias.data != nullptr);
   return chosen;
 }
 
-// The gradients of input_scale, and of the input that it multiplies, from dx, which the gradients loop has stored. The
-// loop is apart, so that other calls have no instruction for it.
+// The gradients of input_scale, and of the input that it multiplies, from dx, which the gradients loop has stored. This
+// is a loop of its own, so that the gradients loop of calls without an input_scale has no instruction for it.
 template <class B>
-void input_scale_loop(const B& b, int64_t buffer, int64_t sample, int64_t r, int64_t count, bool first, int64_t begin,
-                      int64_t n) {
+void input_scale_loop(const B& b, const ColumnSums<typename B::Acc>& sums, const Rows& rows) {
   using T = typename B::T;
   using X = typename B::X;
-  const auto* const input_scale = b.p.input_scale.template row<const typename B::W>(sample, 0);
-  const X* const dx = b.p.grad_input.template row<const X>(sample, r);
-  const T* const input = b.p.scaled_input.template row<const T>(sample, r);
-  T* const dinput = b.p.grad_scaled_input.template row<T>(sample, r);
-  auto* const dinput_scale = b.dinput_scale(buffer);
+  const auto* const input_scale = parameter_of<const typename B::W>(b.p.input_scale, rows[0]);
+  const X* const dx = row_of<const X>(b.p.grad_input, rows[0]);
+  const T* const input = row_of<const T>(b.p.scaled_input, rows[0]);
+  T* const dinput = row_of<T>(b.p.grad_scaled_input, rows[0]);
+  auto* const dinput_scale = sums.dinput_scale;
+  const bool sums_are_unset = sums.are_unset;
   const int64_t dx_stride = b.p.grad_input.row_stride, input_stride = b.p.scaled_input.row_stride,
                 dinput_stride = b.p.grad_scaled_input.row_stride;
-  for_each_pack<typename B::Acc, 1>(begin, n, [&](int, int64_t j, auto lanes) {
+  for_each_pack<typename B::Acc, 1>(sums.columns, [&](int, int64_t j, auto lanes) {
     const auto factor = load<X>(input_scale + j, lanes);
     Pack<typename B::Acc> sum = {};
-    if (dinput_scale && !first) sum = read(dinput_scale + j, AllLanes{});
-    for (int64_t k = 0; k < count; ++k) {
+    if (dinput_scale && !sums_are_unset) sum = read(dinput_scale + j, AllLanes{});
+    for (int64_t k = 0; k < rows.count; ++k) {
       const auto v = load<X>(dx + k * dx_stride + j, lanes);
       if (dinput_scale) sum = fma(v, load<X>(input + k * input_stride + j, lanes), sum);
       if (dinput) {

@@ -17,19 +17,21 @@
 #include <cmath>
 
 #include "../dtypes.h"
-#include "row.h"
+#include "partial_sums.h"
+#include "rescaling.h"
+#include "summation.h"
 
 namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
 
-// One value for each pixel of a tile, in the lane order of T.
+// One value for each pixel of a tile, in the lane order of T (kEvenOdd).
 template <class Number>
 using PerPixel = Number[kMaxTilePixels];
 
-// A tile of an array of images; the pointers are null for an absent array.
+// A tile of an array of images.
 template <class T>
 struct Tile {
-  T* data;         // [channels, pixels]
+  T* data;         // [channels, pixels]; null if the array is absent
   T* next;         // the following tile, or past the end
   int64_t stride;  // from channel to channel
   T* channel(int64_t c) const { return data + c * stride; }
@@ -52,17 +54,20 @@ struct TilePosition {
   int64_t image, begin, next_image, next_begin, pixels;
 };
 
-// Prefetches a pack of the next tile in the last loop over this one. Hardware prefetchers do not follow as many
-// streams as there are channels.
+// Prefetches a pack of the next tile, for pixel j of channel c. The last loop over a tile calls this, because hardware
+// prefetchers do not follow as many streams as there are channels.
 template <class T>
 void prefetch_next(const Tile<const T>& tile, int64_t c, int64_t j) {
   prefetch_to_l2(tile.next + c * tile.stride + j);
 }
 
-// Calls f(first channel, channels) for each chunk.
+// Adjacent channels of an image.
+using Channels = Columns;
+
+// Calls f(Channels) for each chunk of the channels.
 template <class F>
 void for_each_chunk(int64_t channels, const F& f) {
-  for (int64_t c = 0; c < channels; c += kChannelChunk) f(c, min(kChannelChunk, channels - c));
+  for (int64_t c = 0; c < channels; c += kChannelChunk) f(Channels{c, min(kChannelChunk, channels - c)});
 }
 
 // The parameters of a chunk of channels, plus `offset`, or `fallback` without parameters.
@@ -70,13 +75,13 @@ template <class T>
 struct ChunkParameters {
   using Acc = AccOf<T>;
   template <class W>
-  ChunkParameters(const W* parameters, int64_t c, int64_t n, Acc fallback, Acc offset = 0) {
+  ChunkParameters(const W* parameters, Channels chunk, Acc fallback, Acc offset = 0) {
     if (!parameters) {
       for (Acc& value : values) value = fallback;
       return;
     }
-    for_each_pack<Acc, 1>(0, n, [&](int, int64_t j, auto lanes) {
-      const auto v = load<T>(parameters + c + j, lanes);
+    for_each_pack<Acc, 1>({0, chunk.count}, [&](int, int64_t j, auto lanes) {
+      const auto v = load<T>(parameters + chunk.begin + j, lanes);
       store<T, false>(values + j, offset == 0 ? v : v + offset, AllLanes{});
     });
   }
@@ -110,7 +115,7 @@ struct ChunkSums {
   double lost[sizeof(Acc) == 8 ? kMaxTilePixels : 1] = {};
 };
 
-// Loads x and, if any pixel is rescaled, multiplies it by the row_scales.
+// Loads x, which is multiplied by the row_scale of each pixel if `rescaled`: if any pixel of the tile is rescaled.
 template <bool rescaled, class T, class Lanes>
 Pack<AccOf<T>> load_rescaled(const T* x, const AccOf<T>* row_scale, Lanes lanes) {
   const auto v = load<T>(x, lanes);
@@ -126,7 +131,7 @@ int64_t padded(int64_t pixels) {
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-// The mean is (center + correction) / row_scale.
+// The statistics of the pixels of a tile. The mean is (center + correction) / row_scale.
 template <class Acc>
 struct PixelStatistics {
   PerPixel<Acc> row_scale;   // 1, kShrink if a sum would overflow, or kEnlarge if squares would underflow
@@ -135,15 +140,16 @@ struct PixelStatistics {
   PerPixel<Acc> rstd;        // over row_scale
 };
 
-// Sets all statistics but, if `rescaled`, the row_scale. The average of the first chunk of channels estimates the mean;
-// if it is too far off in a pixel, the tile is read again. Returns whether no pixel needs a row_scale.
+// Computes the statistics of a tile; a call with `rescaled` keeps the row_scale that a call without it has set. The
+// average of the first chunk of channels estimates the mean; if it is too far off in a pixel (forward.cpp has the
+// bound), the tile is read again. Returns whether no pixel needs a row_scale.
 template <bool rescaled, class T>
 bool compute_statistics(const ForwardParams& p, const Tile<const T> x, const int64_t tile_pixels,
                         PixelStatistics<AccOf<T>>& stats) {
   using Acc = AccOf<T>;
   const Chunks chunks(p.cols, kChannelChunk);
   const int64_t first_chunk = min(p.cols, kChannelChunk);
-  for_each_pack<Acc, 1>(0, tile_pixels, [&](int, int64_t j, auto lanes) {
+  for_each_pack<Acc, 1>({0, tile_pixels}, [&](int, int64_t j, auto lanes) {
     Pack<Acc> sum = {};
     for (int64_t k = 0; k < first_chunk && !p.rms; ++k) {
       sum = sum + load_rescaled<rescaled>(x.channel(k) + j, stats.row_scale + j, lanes);
@@ -152,12 +158,12 @@ bool compute_statistics(const ForwardParams& p, const Tile<const T> x, const int
   });
   for (bool is_estimate = !p.rms;; is_estimate = false) {
     ChunkSums<Acc> deviations, squares;
-    for_each_chunk(p.cols, [&](int64_t c, int64_t n) {
-      for_each_pack<Acc, 1>(0, tile_pixels, [&](int, int64_t j, auto lanes) {
+    for_each_chunk(p.cols, [&](Channels chunk) {
+      for_each_pack<Acc, 1>({0, tile_pixels}, [&](int, int64_t j, auto lanes) {
         const auto center = read(stats.center + j, AllLanes{});
         Pack<Acc> deviation = {}, square = {};
-        for (int64_t k = 0; k < n; ++k) {
-          const auto d = load_rescaled<rescaled>(x.channel(c + k) + j, stats.row_scale + j, lanes) - center;
+        for (int64_t c = chunk.begin; c < chunk.end(); ++c) {
+          const auto d = load_rescaled<rescaled>(x.channel(c) + j, stats.row_scale + j, lanes) - center;
           deviation = deviation + d;
           square = fma(d, d, square);
         }
@@ -198,13 +204,14 @@ void normalize(const ForwardParams& p, const TilePosition& position, const Tile<
   const W* const bias = p.bias.row<const W>(position.image, 0);
   const Acc weight_offset = p.zero_centered_weight;
   const int64_t pixels = position.pixels;
-  for_each_chunk(p.cols, [&](int64_t c, int64_t n) {
-    const ChunkParameters<T> w(weight, c, n, 1, weight_offset), b(bias, c, n, 0);
-    for_each_pack<Acc, 1>(0, pixels, [&](int, int64_t j, auto lanes) {
+  for_each_chunk(p.cols, [&](Channels chunk) {
+    const ChunkParameters<T> w(weight, chunk, 1, weight_offset), b(bias, chunk, 0);
+    for_each_pack<Acc, 1>({0, pixels}, [&](int, int64_t j, auto lanes) {
       const auto center = read(stats.center + j, AllLanes{}), rstd = read(stats.rstd + j, AllLanes{});
       const auto minus_correction = read(stats.correction + j, AllLanes{}) * rstd * Acc(-1);
-      for (int64_t k = 0; k < n; ++k) {
-        const auto d = load_rescaled<rescaled>(x.channel(c + k) + j, stats.row_scale + j, lanes) - center;
+      for (int64_t k = 0; k < chunk.count; ++k) {
+        const int64_t c = chunk.begin + k;
+        const auto d = load_rescaled<rescaled>(x.channel(c) + j, stats.row_scale + j, lanes) - center;
         auto v = fma(d, rstd, minus_correction);  // xhat
         if (weight && bias) {
           v = fma(v, w[k], b[k]);
@@ -213,8 +220,8 @@ void normalize(const ForwardParams& p, const TilePosition& position, const Tile<
         } else if (bias) {
           v = v + b[k];
         }
-        store<T, !std::is_same_v<T, W>>(y.channel(c + k) + j, v, lanes);
-        prefetch_next(x, c + k, j);
+        store<T, !std::is_same_v<T, W>>(y.channel(c) + j, v, lanes);
+        prefetch_next(x, c, j);
       }
     });
   });
@@ -237,7 +244,7 @@ void forward_tile(const ForwardParams& p, const TilePosition& position) {
     if (stats.row_scale[j] != 1) store_rstd(stats.rstd + j, stats.rstd[j], stats.row_scale[j], p.eps);
   }
   const auto mean = position.tile<Acc>(p.mean), rstd = position.tile<Acc>(p.rstd);
-  for_each_pack<Acc, 1>(0, position.pixels, [&](int, int64_t j, auto lanes) {
+  for_each_pack<Acc, 1>({0, position.pixels}, [&](int, int64_t j, auto lanes) {
     if (mean.data) store<T, true>(mean.data + j, read(stats.center + j, AllLanes{}), lanes);
     store<T, true>(rstd.data + j, read(stats.rstd + j, AllLanes{}), lanes);
   });
@@ -272,30 +279,30 @@ struct BackwardTile {
   const int64_t pixels = position.pixels;
 };
 
-// The state that the loops over one chunk of channels share.
+// What the loops over one chunk of channels share.
 template <bool rescaled, class B>
 struct ChannelChunk {
   using T = typename B::T;
   using Acc = AccOf<T>;
 
-  ChannelChunk(const B& b, const PixelCoefficients<Acc>& coef, int64_t c, int64_t n, bool with_weight)
+  ChannelChunk(const B& b, const PixelCoefficients<Acc>& coef, Channels channels, bool with_weight)
       : b(b),
         coef(coef),
-        c(c),
-        weight(with_weight ? b.weight : nullptr, c, n, 1, b.weight_offset),
-        bias(rescaled ? b.bias : nullptr, c, n, 0) {}
+        channels(channels),
+        weight(with_weight ? b.weight : nullptr, channels, 1, b.weight_offset),
+        bias(rescaled ? b.bias : nullptr, channels, 0) {}
 
-  // d of channel c + k: x * row_scale - mean, or xhat if it is computed from the output.
+  // d of the chunk's channel k: x * row_scale - mean, or xhat if it is computed from the output.
   template <class Lanes>
   Pack<Acc> deviation(int64_t k, int64_t j, Lanes lanes) const {
-    const T* const x = b.x.channel(c + k) + j;
+    const T* const x = b.x.channel(channels.begin + k) + j;
     if (rescaled && b.p.memory_efficient) return (load<T>(x, lanes) - bias[k]) / divisor(broadcast(weight[k]));
     return load_rescaled<rescaled>(x, coef.row_scale + j, lanes) - read(coef.mean + j, AllLanes{});
   }
 
   const B& b;
   const PixelCoefficients<Acc>& coef;
-  const int64_t c;
+  const Channels channels;
   const ChunkParameters<T> weight, bias;
 };
 
@@ -304,16 +311,16 @@ void sums_loop(const B& b, PixelCoefficients<typename B::Acc>& coef) {
   using Acc = typename B::Acc;
   const Chunks chunks(b.p.cols, kChannelChunk);
   ChunkSums<Acc> xhat_sums, g_sums, g_xhat_sums;
-  for_each_chunk(b.p.cols, [&](int64_t c, int64_t n) {
-    const ChannelChunk<rescaled, B> chunk(b, coef, c, n, with_g || b.p.memory_efficient);
-    for_each_pack<Acc, 1>(0, b.pixels, [&](int, int64_t j, auto lanes) {
+  for_each_chunk(b.p.cols, [&](Channels channels) {
+    const ChannelChunk<rescaled, B> chunk(b, coef, channels, with_g || b.p.memory_efficient);
+    for_each_pack<Acc, 1>({0, b.pixels}, [&](int, int64_t j, auto lanes) {
       const auto rescaled_rstd = read(coef.rescaled_rstd + j, AllLanes{});
       Pack<Acc> xhat_sum = {}, g_sum = {}, g_xhat_sum = {};
-      for (int64_t k = 0; k < n; ++k) {
+      for (int64_t k = 0; k < channels.count; ++k) {
         const auto xhat = chunk.deviation(k, j, lanes) * rescaled_rstd;
         xhat_sum = xhat_sum + xhat;
         if constexpr (with_g) {
-          const auto g = load<typename B::T>(b.dy.channel(c + k) + j, lanes) * chunk.weight[k];
+          const auto g = load<typename B::T>(b.dy.channel(channels.begin + k) + j, lanes) * chunk.weight[k];
           g_sum = g_sum + g;
           g_xhat_sum = fma(g, xhat, g_xhat_sum);
         }
@@ -334,23 +341,31 @@ void sums_loop(const B& b, PixelCoefficients<typename B::Acc>& coef) {
   }
 }
 
-// dx and the partial sums of dweight and dbias. `first` says that the tile is the first of its segment.
+// The partial sums of a segment, one for each channel; null without a gradient.
+template <class Acc>
+struct ChannelSums {
+  Acc *dweight, *dbias;
+  bool are_unset;  // whether no tile has been added, so that the arrays hold no numbers yet
+};
+
+// Stores dx of a tile, and adds the tile to the partial sums of dweight and dbias.
 template <bool rescaled, bool with_dx, bool with_dweight, bool with_dbias, class B>
-void gradients_loop(const B& b, const PixelCoefficients<typename B::Acc>& coef, bool first, typename B::Acc* dweight,
-                    typename B::Acc* dbias) {
+void gradients_loop(const B& b, const PixelCoefficients<typename B::Acc>& coef,
+                    const ChannelSums<typename B::Acc>& sums) {
   using T = typename B::T;
   using Acc = typename B::Acc;
-  for_each_chunk(b.p.cols, [&](int64_t c, int64_t n) {
-    const ChannelChunk<rescaled, B> chunk(b, coef, c, n, true);
-    for (int64_t k = 0; k < n; ++k) {
+  for_each_chunk(b.p.cols, [&](Channels channels) {
+    const ChannelChunk<rescaled, B> chunk(b, coef, channels, true);
+    for (int64_t k = 0; k < channels.count; ++k) {
+      const int64_t c = channels.begin + k;
       Pack<Acc> dw = {}, db = {};
-      for_each_pack<Acc, 1>(0, b.pixels, [&](int, int64_t j, auto lanes) {
-        const auto v = load<T>(b.dy.channel(c + k) + j, lanes);
-        prefetch_next(b.dy, c + k, j);
+      for_each_pack<Acc, 1>({0, b.pixels}, [&](int, int64_t j, auto lanes) {
+        const auto v = load<T>(b.dy.channel(c) + j, lanes);
+        prefetch_next(b.dy, c, j);
         if constexpr (with_dbias) db = db + v;
         if constexpr (with_dx || with_dweight) {
           const auto d = chunk.deviation(k, j, lanes);
-          prefetch_next(b.x, c + k, j);
+          prefetch_next(b.x, c, j);
           const auto xhat =
               fma(d, read(coef.rescaled_rstd + j, AllLanes{}), read(coef.minus_mean_xhat + j, AllLanes{}));
           if constexpr (with_dweight) dw = fma(v, xhat, dw);
@@ -359,26 +374,26 @@ void gradients_loop(const B& b, const PixelCoefficients<typename B::Acc>& coef, 
             auto result =
                 fma(xhat, read(coef.minus_mean_g_xhat + j, AllLanes{}), g) * read(coef.rescaled_rstd + j, AllLanes{});
             if constexpr (rescaled) result = result * read(coef.row_scale + j, AllLanes{});
-            store<T, B::kMayHaveNan>(b.dx.channel(c + k) + j, result, lanes);
+            store<T, B::kMayHaveNan>(b.dx.channel(c) + j, result, lanes);
           }
         }
       });
-      if constexpr (with_dweight) dweight[c + k] = sum_pack(dw) + (first ? 0 : dweight[c + k]);
-      if constexpr (with_dbias) dbias[c + k] = sum_pack(db) + (first ? 0 : dbias[c + k]);
+      if constexpr (with_dweight) sums.dweight[c] = sum_pack(dw) + (sums.are_unset ? 0 : sums.dweight[c]);
+      if constexpr (with_dbias) sums.dbias[c] = sum_pack(db) + (sums.are_unset ? 0 : sums.dbias[c]);
     }
   });
 }
 
-// Adds the gradients of the parameters to the partial sums [2, pitch].
+// Handles a tile, whose gradients of the parameters are added to the sums.
 template <class B>
-void backward_tile(const B& b, bool first, typename B::Acc* partials, int64_t pitch) {
+void backward_tile(const B& b, const ChannelSums<typename B::Acc>& sums) {
   using Acc = typename B::Acc;
   const auto& p = b.p;
   PixelCoefficients<Acc> coef;
   bool any_rescaled = p.memory_efficient;
   if (p.grad_input.data || p.grad_weight.data) {  // dbias needs nothing but dy
     const Pack<Acc> ones = broadcast(Acc(1));
-    for_each_pack<Acc, 1>(0, b.pixels, [&](int, int64_t j, auto lanes) {
+    for_each_pack<Acc, 1>({0, b.pixels}, [&](int, int64_t j, auto lanes) {
       write(coef.mean + j, b.mean ? load<typename B::T>(b.mean + j, lanes) : Pack<Acc>{}, AllLanes{});
       write(coef.rescaled_rstd + j, load<typename B::T>(b.rstd + j, lanes), AllLanes{});
       write(coef.row_scale + j, zero_outside<kEvenOdd<typename B::T>>(ones, lanes), AllLanes{});
@@ -398,7 +413,7 @@ void backward_tile(const B& b, bool first, typename B::Acc* partials, int64_t pi
   dispatch_flags(
       [&](auto rescaled, auto with_dx, auto with_dweight, auto with_dbias) {
         if (with_dx || with_dweight) sums_loop<rescaled, with_dx>(b, coef);
-        gradients_loop<rescaled, with_dx, with_dweight, with_dbias>(b, coef, first, partials, partials + pitch);
+        gradients_loop<rescaled, with_dx, with_dweight, with_dbias>(b, coef, sums);
       },
       any_rescaled, p.grad_input.data != nullptr, p.grad_weight.data != nullptr, p.grad_bias.data != nullptr);
 }
@@ -428,14 +443,17 @@ void channels_first_backward(const BackwardParams& p) {
     Acc* const partials = static_cast<Acc*>(gradients.any() ? p.allocator->allocate(bytes) : nullptr);
     parallel_for(tiles.segments, grain(segment_elements), [&](int64_t segment, int64_t end) {
       for (; segment < end; ++segment) {
+        ChannelSums<Acc> sums = {nullptr, nullptr, /*are_unset=*/true};
+        if (gradients.weight.data) sums.dweight = partials + gradients.count * segment * pitch;
+        if (gradients.bias.data) sums.dbias = partials + (gradients.count * segment + 1) * pitch;
         const int64_t first = segment * tiles.per_segment;
         for (int64_t tile = first; tile < min(tiles.count, first + tiles.per_segment); ++tile) {
-          const BackwardTile<T, W> b = {p, TilePosition(p, tiles, tile)};
-          backward_tile(b, tile == first, partials + gradients.count * segment * pitch, pitch);
+          backward_tile(BackwardTile<T, W>{p, TilePosition(p, tiles, tile)}, sums);
+          sums.are_unset = false;
         }
       }
     });
-    add_partials<Acc, W>(p, partials, tiles.segments);  // the channels are in memory order
+    store_parameter_gradients<Acc, W>(p, partials, tiles.segments);  // the channels are in memory order
   });
 }
 

@@ -24,16 +24,18 @@
 
 #include "../dtypes.h"
 #include "gated.h"
+#include "rescaling.h"
+#include "summation.h"
 
 namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
 
-// The statistics of rows as load_row() returns them. The mean is center + correction.
+// The statistics of kCount rows, which load_row() may have rescaled. The mean is center + correction.
 template <class Acc, int kCount>
 struct Statistics {
   PerRow<Acc, kCount> center, correction, rstd;
-  bool in_range;           // no sum overflowed, and no squares underflowed
-  const Acc* differences;  // x - center [packs, kCount, kPackSize], or null
+  bool in_range;           // in no row a sum overflowed or squares underflowed
+  const Acc* differences;  // x - center [packs of a row, kCount, kPackSize]; null if they are not kept
 
   // The statistics of kSome rows from row k on.
   template <int kSome>
@@ -55,13 +57,13 @@ struct Statistics {
 
 // sum = input_scale * input + residual for kCount rows. Without an input_scale the product with 1 changes no bit.
 template <class Threads, int kCount, bool may_have_nan, class T, class X, class W>
-void add_residual(const ForwardParams& p, int64_t sample, int64_t r, const Chunks& chunks) {
-  const T* const input = p.input.row<const T>(sample, r);
-  const X* const residual = p.residual.row<const X>(sample, r);
-  const W* const input_scale = p.input_scale.row<const W>(sample, 0);
-  X* const sum = p.sum.row<X>(sample, r);
-  Threads::for_each(chunks, [&](int64_t begin, int64_t n) {
-    for_each_stored_pack<AccOf<X>, kCount == 1, false>(sum, begin, n, [&](int64_t j, auto lanes) {
+void add_residual(const ForwardParams& p, RowIndex first, const Chunks& chunks) {
+  const T* const input = row_of<const T>(p.input, first);
+  const X* const residual = row_of<const X>(p.residual, first);
+  const W* const input_scale = parameter_of<const W>(p.input_scale, first);
+  X* const sum = row_of<X>(p.sum, first);
+  Threads::for_each(chunks, [&](Columns columns) {
+    for_each_stored_pack<AccOf<X>, kCount == 1, false>(sum, columns, [&](int64_t j, auto lanes) {
       const auto factor = load_weight<X>(input_scale, 0, j, lanes);
       for (int k = 0; k < kCount; ++k) {
         const auto v = load<X>(input + k * p.input.row_stride + j, lanes);
@@ -72,35 +74,36 @@ void add_residual(const ForwardParams& p, int64_t sample, int64_t r, const Chunk
   });
 }
 
-// The statistics of kCount rows, the first at x, with the given centers. A row whose center is an estimate too far from
-// the mean is read again. If rescaled, the rows are first multiplied by row_scale. In a rescaled row of equal elements,
-// the square of the center's rounding error may overflow or underflow, so that such a row is always read again. The
-// differences are stored unless `differences` is nullptr.
+// The statistics of kCount rows, the first at x, from the sums of x - center and of its square. A row whose center is
+// an estimate too far from the mean (see the top of this file) is read again with a better one. In a rescaled row of
+// equal elements, the square of the center's rounding error may overflow or underflow, so that such a row is always
+// read again. The differences are stored unless `differences` is nullptr.
 template <class Threads, int kCount, int kPacks, bool rescaled, class X, class Differences = std::nullptr_t>
-Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, const Chunks& chunks, double eps, bool rms,
-                                                AccOf<X> row_scale, const PerRow<AccOf<X>, kCount>& center,
-                                                bool is_estimate, Differences differences = nullptr) {
+Statistics<AccOf<X>, kCount> statistics_around(const X* x, int64_t stride, const Chunks& chunks, double eps, bool rms,
+                                               AccOf<X> row_scale, const PerRow<AccOf<X>, kCount>& center,
+                                               bool is_estimate, Differences differences = nullptr) {
   using Acc = AccOf<X>;
   using Doubles = PerRow<double, kCount>;
   Acc centers[kCount];
   for (int r = 0; r < kCount; ++r) centers[r] = center[r];
-  const auto sums = Threads::template sum<Sums<kCount, 2>>(chunks, [&](int64_t begin, int64_t n) {
-    Accumulators<Acc, kCount, 2, kPacks> s;
-    for_each_pack<Acc, kPacks>(begin, n, [&](int pack, int64_t j, auto lanes) {
+  enum { kDifferences, kSquares, kKinds };
+  const auto sums = Threads::template sum<Sums<kCount, kKinds>>(chunks, [&](Columns columns) {
+    Accumulators<Acc, kCount, kKinds, kPacks> s;
+    for_each_pack<Acc, kPacks>(columns, [&](int pack, int64_t j, auto lanes) {
 #pragma GCC unroll 4
       for (int r = 0; r < kCount; ++r) {
         const auto d =
             zero_outside<kEvenOdd<X>>(load_row<X, rescaled>(x + r * stride + j, row_scale, lanes) - centers[r], lanes);
         if constexpr (!std::is_null_pointer_v<Differences>)
           write(differences + j * kCount + r * kPackSize<Acc>, d, AllLanes{});
-        s.values[0][r][pack] = s.values[0][r][pack] + d;
-        s.values[1][r][pack] = fma(d, d, s.values[1][r][pack]);
+        s.values[kDifferences][r][pack] = s.values[kDifferences][r][pack] + d;
+        s.values[kSquares][r][pack] = fma(d, d, s.values[kSquares][r][pack]);
       }
     });
     return s.total();
   });
-  const Doubles correction = rms ? Doubles{} : chunks.mean<Acc>(sums.values[0]);
-  Doubles variance = chunks.mean<Acc>(sums.values[1]) - correction * correction, rstd;
+  const Doubles correction = rms ? Doubles{} : chunks.mean<Acc>(sums.values[kDifferences]);
+  Doubles variance = chunks.mean<Acc>(sums.values[kSquares]) - correction * correction, rstd;
   variance = variance < 0 ? Doubles{} : variance;  // written so that NaN stays NaN
   if constexpr (rescaled) {
     for (int r = 0; r < kCount; ++r) rstd[r] = rescaled_rstd(variance[r], eps, row_scale);
@@ -111,6 +114,7 @@ Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, cons
   // All rows are tested at once, because tests of single rows would slow down short rows.
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   bool in_range = all(variance < kInfinity);
+  // Beside a larger eps, squares that underflow change no digit of rstd.
   if (eps < kSmallestVariance<Acc>) in_range &= all(variance > kSmallestVariance<Acc>);
   auto is_far = correction * correction > variance;
   if constexpr (rescaled) is_far = ~((correction * correction < variance) & (variance < kInfinity));
@@ -121,8 +125,8 @@ Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, cons
   for (int r = 0; r < kCount; ++r) {
     if (!is_far[r]) continue;
     const PerRow<Acc, 1> mean = {static_cast<Acc>(center[r] + correction[r])};
-    const auto row = compute_statistics<Threads, 1, kPacks, rescaled>(x + r * stride, stride, chunks, eps, rms,
-                                                                      row_scale, mean, false);
+    const auto row = statistics_around<Threads, 1, kPacks, rescaled>(x + r * stride, stride, chunks, eps, rms,
+                                                                     row_scale, mean, /*is_estimate=*/false);
     stats.center[r] = row.center[0];
     stats.correction[r] = row.correction[0];
     stats.rstd[r] = row.rstd[0];
@@ -138,16 +142,17 @@ Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, cons
   PerRow<Acc, kCount> center = {};
   if (!rms) {
     const int64_t n = min(chunks.cols, kPackSize<Acc>);
-    Accumulators<Acc, kCount, 1, 1> first;
-    for_each_pack<Acc, 1>(0, n, [&](int, int64_t j, auto lanes) {
+    Accumulators<Acc, kCount, 1, 1> first_packs;
+    for_each_pack<Acc, 1>({0, n}, [&](int, int64_t j, auto lanes) {
 #pragma GCC unroll 4
       for (int r = 0; r < kCount; ++r)
-        first.values[0][r][0] = load_row<X, rescaled>(x + r * stride + j, row_scale, lanes);
+        first_packs.values[0][r][0] = load_row<X, rescaled>(x + r * stride + j, row_scale, lanes);
     });
-    center = __builtin_convertvector(first.total().values[0] * (1.0 / static_cast<double>(n)), PerRow<Acc, kCount>);
+    center =
+        __builtin_convertvector(first_packs.total().values[0] * (1.0 / static_cast<double>(n)), PerRow<Acc, kCount>);
   }
-  return compute_statistics<Threads, kCount, kPacks, rescaled>(x, stride, chunks, eps, rms, row_scale, center, !rms,
-                                                               differences);
+  return statistics_around<Threads, kCount, kPacks, rescaled>(x, stride, chunks, eps, rms, row_scale, center,
+                                                              /*is_estimate=*/!rms, differences);
 }
 
 // Prefetches the lines of a pack that will be stored.
@@ -161,28 +166,29 @@ void prefetch_for_write(T* p) {
 // Stores the output of kCount rows.
 template <class Threads, int kCount, bool rescaled, bool streaming, bool has_differences, bool gated, class T, class X,
           class W>
-void normalize(const ForwardParams& p, int64_t sample, int64_t r, const View& values, const Chunks& chunks,
+void normalize(const ForwardParams& p, RowIndex first, const View& values, const Chunks& chunks,
                const Statistics<AccOf<X>, kCount>& stats, AccOf<X> row_scale, const Prefetch& prefetch) {
   using Acc = AccOf<X>;
-  const X* const x = values.row<const X>(sample, r);
-  T* const y = p.output.row<T>(sample, r);
-  const W* const weight = p.weight.row<const W>(sample, 0);
-  const W* const bias = p.bias.row<const W>(sample, 0);
+  const X* const x = row_of<const X>(values, first);
+  T* const y = row_of<T>(p.output, first);
+  const W* const weight = parameter_of<const W>(p.weight, first);
+  const W* const bias = parameter_of<const W>(p.bias, first);
   const Acc weight_offset = p.zero_centered_weight;
   const int64_t x_stride = values.row_stride, y_stride = p.output.row_stride;
   constexpr bool kMayHaveNan = !std::is_same_v<T, W> || !std::is_same_v<T, X>;
   constexpr bool kAligned = kCount == 1 && !has_differences;  // the differences are packs that begin at column 0
   constexpr int64_t kWriteAhead = kWriteAheadBytes / sizeof(T);
   const Activation activation = p.activation;
-  const T* const z = gated ? p.gate.row<const T>(sample, r) : nullptr;
+  const T* const z = gated ? row_of<const T>(p.gate, first) : nullptr;
   const int64_t z_stride = p.gate.row_stride;
-  const T* const next_z = gated && prefetch.rows ? z + prefetch.rows * z_stride : nullptr;
-  const X* const next_x = prefetch.rows ? x + prefetch.rows * x_stride : nullptr;
-  const T* const next_y = prefetch.rows && prefetch.output && !streaming ? y + prefetch.rows * y_stride : nullptr;
+  const T* const next_z = gated && prefetch.rows_ahead ? z + prefetch.rows_ahead * z_stride : nullptr;
+  const X* const next_x = prefetch.rows_ahead ? x + prefetch.rows_ahead * x_stride : nullptr;
+  const bool prefetches_y = prefetch.rows_ahead && prefetch.output && !streaming;
+  const T* const next_y = prefetches_y ? y + prefetch.rows_ahead * y_stride : nullptr;
   // Local variables, which a store cannot alias.
   const auto center = stats.center, rstd = stats.rstd, minus_correction = -stats.correction * rstd;
-  Threads::for_each(chunks, [&](int64_t begin, int64_t n) {
-    for_each_stored_pack<Acc, kAligned, streaming>(y, begin, n, [&](int64_t j, auto lanes) {
+  Threads::for_each(chunks, [&](Columns columns) {
+    for_each_stored_pack<Acc, kAligned, streaming>(y, columns, [&](int64_t j, auto lanes) {
       Pack<Acc> w, b;
       if (weight) w = load_weight<X>(weight, weight_offset, j, lanes);
       if (bias) b = load<X>(bias + j, lanes);
@@ -225,26 +231,26 @@ void normalize(const ForwardParams& p, int64_t sample, int64_t r, const View& va
   });
 }
 
-// Stores the output and the statistics of rows r to r + kCount - 1 of a sample, whose values, the input or its sum with
-// the residual, are in `values`.
+// Stores the output and the statistics of kCount rows of `values`, which is the input or its sum with the residual.
 template <class Threads, int kCount, int kPacks, class T, class X, class W>
-void store_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t sample, int64_t r, const View& values,
+void store_rows(const ForwardParams& p, const ForwardPolicy& policy, RowIndex first, const View& values,
                 const Chunks& chunks, const Statistics<AccOf<X>, kCount>& stats) {
   using Acc = AccOf<X>;
-  const X* const x = values.row<const X>(sample, r);
-  Acc* const mean = p.mean.row<Acc>(sample, r);
-  Acc* const rstd = p.rstd.row<Acc>(sample, r);
+  const X* const x = row_of<const X>(values, first);
+  Acc* const mean = row_of<Acc>(p.mean, first);
+  Acc* const rstd = row_of<Acc>(p.rstd, first);
   const Prefetch& prefetch = kCount > 1 ? policy.prefetch_together : policy.prefetch_single;
   constexpr bool kMayStream = kHasStreamingStores && kPacks == kWidePacks;
   constexpr bool kMayBeGated = std::is_same_v<T, X> && std::is_same_v<W, Acc>;
   const bool is_gated = kMayBeGated && p.activation != Activation::kNone;
   const Prefetch& single = policy.prefetch_single;
-  const Prefetch row_prefetch = {single.rows ? max(single.rows, kCount) : 0, single.output};
+  // The statistics loop has read all of the kCount rows.
+  const Prefetch row_prefetch = {single.rows_ahead ? max(single.rows_ahead, kCount) : 0, single.output};
   // Stores a row that has a gate or is rescaled by a power of two.
-  const auto store_row = [&](int64_t row, const Statistics<Acc, 1>& row_stats, Acc row_scale) {
+  const auto store_row = [&](RowIndex row, const Statistics<Acc, 1>& row_stats, Acc row_scale) {
     const auto store_output = [&](auto streaming, auto gated) {
-      normalize<Threads, 1, true, streaming, false, gated, T, X, W>(p, sample, row, values, chunks, row_stats,
-                                                                    row_scale, row_prefetch);
+      normalize<Threads, 1, true, streaming, false, gated, T, X, W>(p, row, values, chunks, row_stats, row_scale,
+                                                                    row_prefetch);
     };
     constexpr std::bool_constant<kMayBeGated> kGated;
     if (!is_gated) {
@@ -256,16 +262,16 @@ void store_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t sam
     }
   };
   if (stats.in_range) {
-    const auto store_output = [&](auto rows, int k, auto streaming, auto has_differences) {
-      normalize<Threads, rows, false, streaming, has_differences, false, T, X, W>(
-          p, sample, r + k, values, chunks, stats.template rows<rows>(k), /*row_scale=*/1, prefetch);
+    const auto store_output = [&](auto count, int k, auto streaming, auto has_differences) {
+      normalize<Threads, count, false, streaming, has_differences, false, T, X, W>(
+          p, first + k, values, chunks, stats.template rows<count>(k), /*row_scale=*/1, prefetch);
     };
     constexpr Constant<kCount> kAll;
-    constexpr Constant<min(kCount, kFewRows)> kFew;
+    constexpr Constant<min(kCount, kTwoRows)> kFew;
     constexpr std::bool_constant<kMayStream> kStreaming;
     constexpr std::bool_constant<kMayKeepDifferences<kPacks, T, X>> kDifferences;
     if (is_gated) {
-      for (int k = 0; k < kCount; ++k) store_row(r + k, stats.template rows<1>(k), /*row_scale=*/1);
+      for (int k = 0; k < kCount; ++k) store_row(first + k, stats.template rows<1>(k), /*row_scale=*/1);
     } else if (kMayStream && policy.streams) {
       if (policy.outputs_together == 1) {
         for (int k = 0; k < kCount; ++k) store_output(Constant<1>{}, k, kStreaming, std::false_type{});
@@ -287,51 +293,51 @@ void store_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t sam
     for (int k = 0; k < kCount; ++k) {
       const auto row = compute_statistics<Threads, 1, kPacks, false>(x + k * values.row_stride, 0, chunks, p.eps, p.rms,
                                                                      /*row_scale=*/1);
-      store_rows<Threads, 1, kPacks, T, X, W>(p, policy, sample, r + k, values, chunks, row);
+      store_rows<Threads, 1, kPacks, T, X, W>(p, policy, first + k, values, chunks, row);
     }
   } else {  // sums overflowed or squares underflowed, or the row holds NaN or infinity and will give NaN again
     const Acc row_scale = row_scale_for(stats.rstd[0], stats.center[0]);
     const auto rescaled =
         compute_statistics<Threads, 1, kPacks, true>(x, values.row_stride, chunks, p.eps, p.rms, row_scale);
-    store_row(r, rescaled, row_scale);
+    store_row(first, rescaled, row_scale);
     if (mean) *mean = static_cast<Acc>((double(rescaled.center[0]) + rescaled.correction[0]) / row_scale);
     store_rstd(rstd, rescaled.rstd[0], row_scale, p.eps);
   }
 }
 
-// Adds the residual, if there is one, and handles rows r to r + kAll - 1 of a sample, kCount at a time.
-template <class Threads, int kAll, int kCount, int kPacks, class T, class X, class W>
-void forward_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t sample, int64_t r,
-                  const Chunks& chunks) {
+// Handles a batch of kBatch rows: adds the residual, if there is one, and computes the statistics, both for kCount rows
+// at a time. Then stores the output.
+template <class Threads, int kBatch, int kCount, int kPacks, class T, class X, class W>
+void forward_rows(const ForwardParams& p, const ForwardPolicy& policy, RowIndex first, const Chunks& chunks) {
   using Acc = AccOf<X>;
-  constexpr bool kKeeps = kMayKeepDifferences<kPacks, T, X>;
+  constexpr bool kMayKeep = kMayKeepDifferences<kPacks, T, X>;
   const View& values = p.residual.data ? p.sum : p.input;
-  const bool keeps = kKeeps && kAll <= policy.kept_rows;
-  alignas(kVectorBytes) Acc differences[kKeeps ? kMaxDifferences : 1];
-  Statistics<Acc, kCount> stats[kAll / kCount];
-  for (int k = 0; k < kAll; k += kCount) {
+  const bool keeps_differences = kMayKeep && kBatch <= policy.kept_rows;
+  alignas(kVectorBytes) Acc differences[kMayKeep ? kMaxDifferences : 1];
+  Statistics<Acc, kCount> stats[kBatch / kCount];
+  for (int k = 0; k < kBatch; k += kCount) {
     if (p.residual.data) {
       // A NaN of an operand of another type than the sum may have lower bits that only the slower rounding handles.
       constexpr bool kDiffers = !std::is_same_v<T, X>, kInputScaleDiffers = kDiffers || !std::is_same_v<T, W>;
-      const auto add = [&](auto rows, int64_t row) {
-        p.input_scale.data ? add_residual<Threads, rows, kInputScaleDiffers, T, X, W>(p, sample, row, chunks)
-                           : add_residual<Threads, rows, kDiffers, T, X, W>(p, sample, row, chunks);
+      const auto add = [&](auto count, RowIndex row) {
+        p.input_scale.data ? add_residual<Threads, count, kInputScaleDiffers, T, X, W>(p, row, chunks)
+                           : add_residual<Threads, count, kDiffers, T, X, W>(p, row, chunks);
       };
-      if (kCount > 1 && policy.sums_together == 1) {
-        for (int i = 0; i < kCount; ++i) add(Constant<1>{}, r + k + i);
+      if (kCount > 1 && policy.residuals_together == 1) {
+        for (int i = 0; i < kCount; ++i) add(Constant<1>{}, first + (k + i));
       } else {
-        add(Constant<kCount>{}, r + k);
+        add(Constant<kCount>{}, first + k);
       }
     }
-    const X* const x = values.row<const X>(sample, r + k);
-    const auto find = [&](auto... to) {
+    const X* const x = row_of<const X>(values, first + k);
+    const auto compute = [&](auto... to) {
       stats[k / kCount] = compute_statistics<Threads, kCount, kPacks, false>(x, values.row_stride, chunks, p.eps, p.rms,
                                                                              /*row_scale=*/1, to...);
     };
-    keeps ? find(differences + k * padded_cols(p)) : find();
+    keeps_differences ? compute(differences + k * padded_cols(p)) : compute();
   }
-  for (int k = 0; k < kAll; k += kCount) {
-    store_rows<Threads, kCount, kPacks, T, X, W>(p, policy, sample, r + k, values, chunks, stats[k / kCount]);
+  for (int k = 0; k < kBatch; k += kCount) {
+    store_rows<Threads, kCount, kPacks, T, X, W>(p, policy, first + k, values, chunks, stats[k / kCount]);
   }
 }
 
@@ -339,40 +345,42 @@ void forward_rows(const ForwardParams& p, const ForwardPolicy& policy, int64_t s
 template <class T, class X, class W>
 [[gnu::noinline]] void forward_on_thread(const ForwardParams& p, const ForwardPolicy& policy, const Chunks& chunks,
                                          int64_t begin, int64_t end) {
-  for_each_sample(p.rows, begin, end, [&](int64_t sample, int64_t r, int64_t count) {
-    const int64_t sample_end = r + count;
-    // Handles `all` rows at a time, `together` of them together, as long as there are so many.
-    const auto handle = [&](auto all, auto together, auto packs) {
-      for (; r + all <= sample_end; r += all) {
-        forward_rows<OneThread, all, together, packs, T, X, W>(p, policy, sample, r, chunks);
+  for_each_sample(p.rows, begin, end, [&](const Rows& rows) {
+    int64_t done = 0;
+    // Handles batches, `together` rows of them at a time, until fewer rows are left than a batch has.
+    const auto handle = [&](auto batch, auto together, auto packs) {
+      for (; done + batch <= rows.count; done += batch) {
+        forward_rows<OneThread, batch, together, packs, T, X, W>(p, policy, rows[done], chunks);
       }
     };
     constexpr Constant<1> kOne;
     if constexpr (kHandlesRowsTogether<T, X>) {
-      if (policy.batch == kBatchRows) handle(Constant<kBatchRows>{}, Constant<kRows>{}, Constant<kNarrowPacks>{});
-      if (policy.together == kRows) handle(Constant<kRows>{}, Constant<kRows>{}, Constant<kNarrowPacks>{});
-      if (policy.together == kFewRows) handle(Constant<kFewRows>{}, Constant<kFewRows>{}, Constant<kWidePacks>{});
+      if (policy.batch_rows == kForwardBatchRows)
+        handle(Constant<kForwardBatchRows>{}, Constant<kFourRows>{}, Constant<kNarrowPacks>{});
+      if (policy.rows_together == kFourRows)
+        handle(Constant<kFourRows>{}, Constant<kFourRows>{}, Constant<kNarrowPacks>{});
+      if (policy.rows_together == kTwoRows) handle(Constant<kTwoRows>{}, Constant<kTwoRows>{}, Constant<kWidePacks>{});
     }
     policy.is_narrow ? handle(kOne, kOne, Constant<kNarrowPacks>{}) : handle(kOne, kOne, Constant<kWidePacks>{});
   });
 }
 
-// The products of the input and the activated gate, for rows r to r + count - 1 of a sample.
+// Computes the products of the input and the activated gate.
 template <class T>
-void gate_rows(const ForwardParams& p, int64_t sample, int64_t r, int64_t count, const View& products,
-               const Prefetch& prefetch) {
+void gate_rows(const ForwardParams& p, const Rows& rows, const View& products, const Prefetch& prefetch) {
   using Acc = AccOf<T>;
   const Activation activation = p.activation;
-  for (int64_t k = 0; k < count; ++k) {
-    const T* const x = p.input.row<const T>(sample, r + k);
-    const T* const z = p.gate.row<const T>(sample, r + k);
+  for (int64_t k = 0; k < rows.count; ++k) {
+    const RowIndex row = rows[k];
+    const T* const x = row_of<const T>(p.input, row);
+    const T* const z = row_of<const T>(p.gate, row);
     Acc* const to = products.row<Acc>(0, k);
-    const T* const next_x = x + prefetch.rows * p.input.row_stride;
-    const T* const next_z = z + prefetch.rows * p.gate.row_stride;
-    const T* const next_y = p.output.row<const T>(sample, r + k + prefetch.rows);
-    for_each_pack<Acc, 1>(0, p.cols, [&](int, int64_t j, auto lanes) {
+    const T* const next_x = x + prefetch.rows_ahead * p.input.row_stride;
+    const T* const next_z = z + prefetch.rows_ahead * p.gate.row_stride;
+    const T* const next_y = row_of<const T>(p.output, row + prefetch.rows_ahead);
+    for_each_pack<Acc, 1>({0, p.cols}, [&](int, int64_t j, auto lanes) {
       store<T, false>(to + j, load<T>(x + j, lanes) * activate(load<T>(z + j, lanes), activation), AllLanes{});
-      if (!prefetch.rows) return;
+      if (!prefetch.rows_ahead) return;
       prefetch_to_l2(next_x + j);
       prefetch_to_l2(next_z + j);
       if (prefetch.output) prefetch_to_l2(next_y + j);
@@ -380,38 +388,43 @@ void gate_rows(const ForwardParams& p, int64_t sample, int64_t r, int64_t count,
   }
 }
 
-// A norm whose gate is first: the plain norm of batches of rows of the products, which are scratch rows.
+// Forward of a norm whose gate is first: the plain norm of the products. A task computes the products of a batch of
+// rows in its scratch rows.
 template <class T>
 void gate_first_forward(const ForwardParams& p) {
   using Acc = AccOf<T>;
   const Chunks chunks(p.cols, kChunk<Acc>);
   const int64_t rows = p.samples * p.rows;
-  const GatedPolicy policy(p, rows, gated_forward_rows(ArraySize(p, sizeof(Acc))), /*arrays=*/1);
-  ForwardParams norm = p;  // of a batch
+  const GatedPolicy policy(p, rows, gated_forward_batch_rows(ArraySize(p, sizeof(Acc))), /*arrays=*/1);
+  ForwardParams norm = p;  // the plain norm of a batch
   norm.samples = 1;
-  norm.rows = policy.batch;
+  norm.rows = policy.batch_rows;
   norm.activation = Activation::kNone;
   ForwardPolicy norm_policy(norm, sizeof(Acc), sizeof(T));
+  // A batch is in the caches, but the arrays of the whole call may not be.
   const ForwardPolicy whole(p, sizeof(T), sizeof(T));
   norm_policy.streams = whole.streams;
-  const Prefetch prefetch = {whole.prefetch_single.rows, whole.prefetch_single.output && !whole.streams};
-  Acc* const scratch = static_cast<Acc*>(p.allocator->allocate(policy.scratch * static_cast<int64_t>(sizeof(Acc))));
+  const Prefetch prefetch = {whole.prefetch_single.rows_ahead, whole.prefetch_single.output && !whole.streams};
+  Acc* const scratch = static_cast<Acc*>(p.allocator->allocate(policy.elements * static_cast<int64_t>(sizeof(Acc))));
   parallel_for(policy.tasks, 1, [&](int64_t task, int64_t last) {
     ForwardParams batch = norm;
-    batch.input = {scratch + task * policy.array, 0, policy.pitch, 1};
-    for_each_sample(p.rows, task * rows / policy.tasks, last * rows / policy.tasks,
-                    [&](int64_t sample, int64_t r, int64_t count) {
-                      for (const int64_t end = r + count; r < end; r += policy.batch) {
-                        batch.rows = min(policy.batch, end - r);
-                        batch.output = rows_from<T>(p.output, sample, r);
-                        batch.weight = rows_from<Acc>(p.weight, sample, 0);
-                        batch.bias = rows_from<Acc>(p.bias, sample, 0);
-                        batch.mean = rows_from<Acc>(p.mean, sample, r);
-                        batch.rstd = rows_from<Acc>(p.rstd, sample, r);
-                        gate_rows<T>(p, sample, r, batch.rows, batch.input, prefetch);
-                        forward_on_thread<T, Acc, Acc>(batch, norm_policy, chunks, 0, batch.rows);
-                      }
-                    });
+    batch.input = {scratch + task * policy.task_elements, 0, policy.pitch, 1};
+    const auto handle_batch = [&](const Rows& from) {
+      const RowIndex parameter = {from.sample, 0};
+      batch.rows = from.count;
+      batch.output = rows_from<T>(p.output, from[0]);
+      batch.weight = rows_from<Acc>(p.weight, parameter);
+      batch.bias = rows_from<Acc>(p.bias, parameter);
+      batch.mean = rows_from<Acc>(p.mean, from[0]);
+      batch.rstd = rows_from<Acc>(p.rstd, from[0]);
+      gate_rows<T>(p, from, batch.input, prefetch);
+      forward_on_thread<T, Acc, Acc>(batch, norm_policy, chunks, 0, batch.rows);
+    };
+    for_each_sample(p.rows, task * rows / policy.tasks, last * rows / policy.tasks, [&](const Rows& part) {
+      for (int64_t k = 0; k < part.count; k += policy.batch_rows) {
+        handle_batch(part.part(k, min(policy.batch_rows, part.count - k)));
+      }
+    });
   });
 }
 
@@ -429,7 +442,7 @@ void forward(const ForwardParams& p) {
     const int64_t rows = p.samples * p.rows;
     if (policy.shares_rows) {
       for (int64_t r = 0; r < rows; ++r) {
-        forward_rows<AllThreads, 1, 1, kWidePacks, T, X, W>(p, policy, r / p.rows, r % p.rows, chunks);
+        forward_rows<AllThreads, 1, 1, kWidePacks, T, X, W>(p, policy, {r / p.rows, r % p.rows}, chunks);
       }
       return;
     }

@@ -10,7 +10,7 @@
 // has n or du, need not compute them again.
 #pragma once
 
-#include "row.h"
+#include "loops.h"
 
 namespace layernorm::cpu {
 namespace {
@@ -54,39 +54,42 @@ struct WithDerivative {
   Pack<Acc> value, derivative;
 };
 
-// The rows of an array from `row` of a sample on.
+// A view of one sample, whose first row is that of the array with an index.
 template <class Element>
-View rows_from(const View& array, int64_t sample, int64_t row) {
-  return {array.row<Element>(sample, row), 0, array.row_stride, array.col_stride};
+View rows_from(const View& array, RowIndex first) {
+  return {row_of<Element>(array, first), 0, array.row_stride, array.col_stride};
 }
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// The rows of Acc of a batch. The arrays that are not needed are absent.
+// The arrays of a batch, whose elements are Acc: scratch rows, or rows of the call's arrays. Some calls lack some
+// arrays.
 struct GatedBatch {
-  View x, dy, dx;     // of the plain norm; dx may be an input that is no longer needed
+  View x, dy, dx;     // of the plain norm; dx may overwrite x or dy
   View input_factor;  // f(z), if the gate is first
   View gate_factor;   // dz / du or dz / n
 };
-constexpr int64_t kGatedArrays = 4;
+constexpr int64_t kGatedArrays = 4;  // the most arrays of scratch rows in a batch
 
-// The loop before those of the plain norm, for rows r to r + count - 1 of a sample.
+// The loop before those of the plain norm: multiplies dy or, if the gate is first, x by f(z), and stores the factors
+// for the loop after. The other one of x and dy is at most converted to Acc.
 template <class T>
-void load_gated_batch(const BackwardParams& p, int64_t sample, int64_t r, int64_t count, const GatedBatch& batch) {
+void load_gated_batch(const BackwardParams& p, const Rows& rows, const GatedBatch& batch) {
   using Acc = AccOf<T>;
   constexpr bool kConverts = !std::is_same_v<T, Acc>;
   const Activation activation = p.activation;
   const View &multiplied = p.gate_first ? p.input : p.grad_output, &other = p.gate_first ? p.grad_output : p.input;
   const View &product = p.gate_first ? batch.x : batch.dy, &converted = p.gate_first ? batch.dy : batch.x;
-  for (int64_t k = 0; k < count; ++k) {
-    const T* const z = p.gate.row<const T>(sample, r + k);
-    const T* const from = multiplied.row<const T>(sample, r + k);
-    const T* const other_from = other.row<const T>(sample, r + k);
+  for (int64_t k = 0; k < rows.count; ++k) {
+    const RowIndex row = rows[k];
+    const T* const z = row_of<const T>(p.gate, row);
+    const T* const from = row_of<const T>(multiplied, row);
+    const T* const other_from = row_of<const T>(other, row);
     Acc* const to = product.row<Acc>(0, k);
     Acc* const other_to = converted.row<Acc>(0, k);
     Acc* const input_factor = batch.input_factor.row<Acc>(0, k);
     Acc* const gate_factor = batch.gate_factor.row<Acc>(0, k);
-    for_each_pack<Acc, 1>(0, p.cols, [&](int, int64_t j, auto lanes) {
+    for_each_pack<Acc, 1>({0, p.cols}, [&](int, int64_t j, auto lanes) {
       const WithDerivative<Acc> f(load<Acc>(z + j, lanes), activation);
       const auto v = load<Acc>(from + j, lanes);
       write(to + j, v * f.value, AllLanes{});
@@ -99,23 +102,23 @@ void load_gated_batch(const BackwardParams& p, int64_t sample, int64_t r, int64_
 
 // The loop after those of the plain norm. c has the coefficients of the rows.
 template <class T, bool gate_first, class Coefficients>
-void store_gated_batch(const BackwardParams& p, int64_t sample, int64_t r, int64_t count, const GatedBatch& batch,
-                       const Coefficients& c) {
+void store_gated_batch(const BackwardParams& p, const Rows& rows, const GatedBatch& batch, const Coefficients& c) {
   using Acc = AccOf<T>;
-  const Acc* const weight = p.weight.row<const Acc>(sample, 0);
-  const Acc* const bias = p.bias.row<const Acc>(sample, 0);
+  const Acc* const weight = parameter_of<const Acc>(p.weight, rows[0]);
+  const Acc* const bias = parameter_of<const Acc>(p.bias, rows[0]);
   const Acc weight_offset = p.zero_centered_weight;
-  const bool stores_dx = p.grad_input.data && p.grad_input.row<T>(sample, r) != batch.dx.data;
-  for (int64_t k = 0; k < count; ++k) {
+  const bool stores_dx = p.grad_input.data && row_of<T>(p.grad_input, rows[0]) != batch.dx.data;
+  for (int64_t k = 0; k < rows.count; ++k) {
+    const RowIndex row = rows[k];
     const Acc* const x = batch.x.row<const Acc>(0, k);
     const Acc* const dx = batch.dx.row<const Acc>(0, k);
     const Acc* const input_factor = batch.input_factor.row<const Acc>(0, k);
     const Acc* const gate_factor = batch.gate_factor.row<const Acc>(0, k);
-    T* const grad_input = p.grad_input.row<T>(sample, r + k);
-    T* const grad_gate = p.grad_gate.row<T>(sample, r + k);
+    T* const grad_input = row_of<T>(p.grad_input, row);
+    T* const grad_gate = row_of<T>(p.grad_gate, row);
     const Acc row_scale = c.row_scale()[k], mean = c.mean()[k], rstd = c.rescaled_rstd()[k],
               offset = c.minus_mean_xhat()[k];
-    for_each_pack<Acc, 1>(0, p.cols, [&](int, int64_t j, auto lanes) {
+    for_each_pack<Acc, 1>({0, p.cols}, [&](int, int64_t j, auto lanes) {
       if constexpr (gate_first) {
         const auto du = read(dx + j, AllLanes{});
         if (stores_dx) store<Acc, true>(grad_input + j, du * read(input_factor + j, AllLanes{}), lanes);
@@ -132,12 +135,11 @@ void store_gated_batch(const BackwardParams& p, int64_t sample, int64_t r, int64
   }
 }
 
-// The two loops for a dtype and a place of the gate.
+// The two loops of a call: the types of its elements are known to the loops alone.
 template <class Coefficients>
 struct GatedLoops {
-  void (*load)(const BackwardParams&, int64_t sample, int64_t r, int64_t count, const GatedBatch&);
-  void (*store)(const BackwardParams&, int64_t sample, int64_t r, int64_t count, const GatedBatch&,
-                const Coefficients&);
+  void (*load)(const BackwardParams&, const Rows&, const GatedBatch&);
+  void (*store)(const BackwardParams&, const Rows&, const GatedBatch&, const Coefficients&);
 };
 template <class T, class Coefficients>
 GatedLoops<Coefficients> choose_gated_loops(const BackwardParams& p) {

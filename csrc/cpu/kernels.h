@@ -30,7 +30,7 @@ int num_threads();
 using Task = void (*)(const void* context, int64_t begin, int64_t end);
 void run_on_threads(int64_t n, int64_t grain, Task task, const void* context);
 
-constexpr int64_t kMaxPackSize = 32;  // of all instruction sets
+constexpr int64_t kMaxPackSize = 32;  // the most elements of a pack (simd.h) in all instruction sets
 
 namespace {
 
@@ -56,7 +56,7 @@ struct ParameterGradients {
   bool all_per_sample() const { return is_per_sample(weight) && is_per_sample(bias) && is_per_sample(input_scale); }
 
   const View weight, bias, input_scale;
-  const int64_t count;  // of the rows of partial sums in a buffer; only an input_scale needs the third
+  const int64_t count;  // of the arrays of partial sums in a buffer; the third is for an input_scale
 
  private:
   static bool is_per_sample(const View& gradient) { return !gradient.data || gradient.sample_stride; }

@@ -15,7 +15,8 @@ inline Vec<float> from_bits(Words v) { return reinterpret_cast<Vec<float>>(v); }
 inline Pack<float> widen(Words pairs) { return {from_bits(pairs << 16), from_bits(pairs & 0xffff0000u)}; }
 
 // Rounds to bfloat16, ties to even, in integer arithmetic, because AVX-512's conversion flushes subnormal numbers to
-// zero. A carry could make a NaN a number; a NaN that was a bfloat16 has no lower bits, so that none occurs.
+// zero. The carry of the rounding could make a NaN a number. A NaN that was widened from bfloat16 has zeros in its
+// lower bits, so that there is no carry; others need may_have_nan.
 template <bool may_have_nan>
 inline Words narrow(const Pack<float>& p) {
   Words a = bits_of(p.a), b = bits_of(p.b);
@@ -188,7 +189,7 @@ constexpr bool kHasStreamingStores = false;
 inline void streaming_fence() {}
 #endif
 
-// The first lanes, in memory order; the others are read as zero and not written.
+// Loads and stores of the first lanes, in memory order. The other lanes are read as zero and not written.
 #if defined(__AVX512F__)
 inline uint32_t mask(FirstLanes lanes) { return (1u << lanes.count) - 1; }
 inline Pack<float> read(const float* p, FirstLanes lanes) {
@@ -246,7 +247,7 @@ inline void read_bytes(Words (&to)[n], const void* from, int bytes) {
     const __m256i inside = _mm256_cmpgt_epi32(words, reinterpret_cast<__m256i>(index));
     to[i] = reinterpret_cast<Words>(_mm256_maskload_epi32(static_cast<const int*>(from) + i * 8, inside));
   }
-  if (bytes & 2) {  // half a word, of the only vector
+  if (bytes & 2) {  // the last of an odd number of 16-bit elements, whose pack is one vector
     const uint32_t end = bytes / 4;
     to[0] = index == end ? Words{} + static_cast<const uint16_t*>(from)[2 * end] : to[0];
   }

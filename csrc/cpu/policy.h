@@ -1,9 +1,10 @@
 // All tuned choices of the CPU kernels: thresholds, and how many rows, columns or pixels the loops handle at a time. A
-// policy is computed once per call, from the rows, columns, dtypes and threads; the kernels follow it.
+// policy is computed once per call, from the rows, columns, dtypes and threads; the kernels follow it. A batch is some
+// rows whose sums are computed before the loop that stores their results.
 //
-// The choices of the first section, and the rows of a batch in backward where 64 is no multiple of them or the strides
-// of a view cut batches, determine the order of summation and thereby the bits of the results, so they do not depend on
-// the number of threads. All other choices change the speed alone; docs/design.md has what they gain.
+// The choices of the first section, and the rows of a batch in backward where kSumRows is no multiple of them,
+// determine the order of summation and thereby the bits of the results, so they do not depend on the number of threads.
+// All other choices change the speed alone; docs/design.md has what they gain.
 #pragma once
 
 #include "kernels.h"
@@ -15,16 +16,16 @@ static_assert(kVectorBytes >= CPU_CAPABILITY::kLeastVectorBytes, "compile with f
 
 namespace {
 
-// The array [samples * rows, cols] of a call, on whose size the choices depend.
+// The size of an array [samples * rows, cols], on which the choices depend.
 struct ArraySize {
   ArraySize(const Params& p, int64_t element_bytes) : ArraySize(p, element_bytes, p.samples * p.rows) {}
   ArraySize(const Params& p, int64_t element_bytes, int64_t rows)
       : rows(rows), element_bytes(element_bytes), row_bytes(p.cols * element_bytes), bytes(rows * row_bytes) {}
 
-  bool is_narrow() const { return row_bytes <= 4096; }
+  bool is_narrow() const { return row_bytes <= 4096; }  // four such rows fit into the first-level cache
   bool is_long() const { return row_bytes >= 8192; }
-  // Whether rows are about a multiple of 4 KiB apart. They then take the same places of the first-level cache, and a
-  // load waits for a store to another row, because the last 12 bits of their addresses are about equal.
+  // Whether rows are about a multiple of 4 KiB apart. They then compete for the same lines of the first-level cache,
+  // and a load waits for a store to another row, because the last 12 bits of their addresses are about equal.
   bool rows_collide() const {
     const int64_t rest = row_bytes % 4096;
     return row_bytes > 2048 && min(rest, 4096 - rest) < 24 * element_bytes;
@@ -36,18 +37,19 @@ struct ArraySize {
 
 // ---- the order of summation -----------------------------------------------------------------------------------------
 
-// The columns of a chunk, which gives each lane at most 16 floats to add. With 64, one outlier among 8191 equal values
-// exceeds the promised error, because adding small equal values to a large sum rounds in the same direction each time.
-// Chunks of doubles are longer, because the sums over chunks round in their type, too.
+// The columns of a chunk, which are summed in Acc before the sums of the chunks are added in double (summation.h). Each
+// lane has at most 16 floats to add. With 64, one outlier among 8191 equal values exceeds the promised error, because
+// adding small equal values to a large sum rounds in the same direction each time. Chunks of doubles are longer,
+// because adding the sums of the chunks rounds as much as adding the elements.
 template <class Acc>
 constexpr int64_t kChunk = (sizeof(Acc) == 4 ? 8 : 16) * kVectorBytes;
-// The channels of an image that are added in Acc, for the same reason.
+// The channels of a pixel that are summed in Acc, for the same reason.
 constexpr int64_t kChannelChunk = 16;
-// The most runs of chunks in a row. The threads share the runs of a long row.
+// The most runs in a row. A run is some adjacent chunks; threads that share a long row take runs of it.
 constexpr int64_t kMaxRuns = 256;
 
-// The packs of a row that a loop adds up in turn, which hides the latency of the additions. In narrow rows it is one,
-// because the loop handles several rows together.
+// The accumulators of a sum over a row, which take turns to hide the latency of additions. Each is a pack. Narrow rows
+// have one, because the loop handles several rows together.
 constexpr int kNarrowPacks = 1, kWidePacks = 2;
 
 // The most rows whose weight gradients are added one by one. Equal floats round in the same direction each time: the
@@ -63,8 +65,12 @@ struct Segments {
   int64_t begin(int64_t segment) const { return segment / per_sample * sample_rows + segment % per_sample * rows; }
   int64_t end(int64_t segment) const { return min(begin(segment) + rows, (segment / per_sample + 1) * sample_rows); }
 
-  int64_t samples, sample_rows, rows, per_sample, count;
-  bool are_gradients;  // whether the sums of each segment are the gradients of its sample
+  int64_t samples;      // with gradients of their own; else 1, and all rows count as rows of one sample
+  int64_t sample_rows;  // the rows of such a sample
+  int64_t rows;         // of a segment; the last one of a sample may have fewer
+  int64_t per_sample;   // segments of a sample
+  int64_t count;        // of all segments
+  bool are_gradients;   // whether the sums of each segment are the gradients of its sample
 
  private:
   Segments(const BackwardParams& p, const ParameterGradients& gradients)
@@ -86,18 +92,22 @@ struct Segments {
 };
 
 // Images are divided into tiles of adjacent pixels. All channels of a tile fit into the second-level cache, and each
-// channel has at least a few cache lines of pixels. Tiles of small images share a segment of about 32 pixels, so that
-// partial sums stay small beside the images, unless each image has its own parameters.
+// channel has at least a few cache lines of pixels. The weight gradients of a segment, that is, of some tiles, have
+// their own partial sums. Images of less than 32 pixels share a segment of about 32 pixels, so that partial sums stay
+// small beside the images, unless each image has its own parameters.
 constexpr int64_t kMinTilePixels = 64, kMaxTilePixels = 256;
 struct PixelTiles {
-  PixelTiles(const Params& p, int64_t element_bytes, bool own_parameters)
+  PixelTiles(const Params& p, int64_t element_bytes, bool sums_each_image)
       : pixels(max(kMinTilePixels, min(fitting_pixels(p.cols * element_bytes), kMaxTilePixels))),
         per_image(ceil_div(p.rows, pixels)),
         count(p.samples * per_image),
-        per_segment(own_parameters ? 1 : ceil_div(32, p.rows)),
+        per_segment(sums_each_image ? 1 : ceil_div(32, p.rows)),
         segments(ceil_div(count, per_segment)) {}
 
-  int64_t pixels, per_image, count, per_segment, segments;
+  int64_t pixels;                 // of a tile; the last one of an image may have fewer
+  int64_t per_image;              // tiles of an image
+  int64_t count;                  // of all tiles
+  int64_t per_segment, segments;  // tiles of a segment, and the number of segments
 
  private:
   static int64_t fitting_pixels(int64_t pixel_bytes) {
@@ -110,22 +120,23 @@ struct PixelTiles {
 // Work for one thread, in elements of the input, that is worth waking it for (about 10 us).
 constexpr int64_t kGrain = 32768;
 
-// The least number of tasks of so many elements that is worth waking a thread for.
+// The least number of tasks that is worth waking a thread for, from the elements of a task.
 inline int64_t grain(int64_t task_elements) { return ceil_div(kGrain, task_elements); }
 
-// The same for segments, each of which is worth waking a thread for, even if it has a little less.
+// The same for segments. One is worth waking a thread for, even if it has a little less than kGrain.
 inline int64_t segment_grain(const Segments& segments, int64_t cols) { return max(1, kGrain / (segments.rows * cols)); }
 
-// The columns of one task if the threads share the columns.
+// The columns of a task of the gradients loop if the threads share the columns.
 constexpr int64_t kTileCols = 1024;
 
-// Whether all threads share each row, because there are fewer rows than threads.
+// Whether all threads share the sums of each row, because there are fewer rows than threads.
 inline bool threads_share_rows(const ArraySize& x) { return x.rows < num_threads() && !x.is_narrow(); }
 
 // ---- rows together --------------------------------------------------------------------------------------------------
 
-// The loops handle several rows together, which share the loads of the parameters and hide the latency of additions.
-constexpr int kRows = 4, kFewRows = 2;
+// How many rows the loops handle together. Such rows share the loads of the parameters and hide the latency of
+// additions.
+constexpr int kFourRows = 4, kTwoRows = 2;
 
 // Rows are handled one by one if x has another dtype than dy or the output, which keeps the library small.
 template <class T, class X>
@@ -134,14 +145,15 @@ constexpr bool kHandlesRowsTogether = std::is_same_v<T, X>;
 // Whether a loop loads all rows that it handles together before it stores the first, so that no load waits for a store
 // to another row (ArraySize::rows_collide). More rows, and AVX2, have too few registers for it.
 template <int kCount>
-constexpr bool kStoresLast = kVectorBytes == 64 && kCount == kFewRows;
+constexpr bool kStoresLast = kVectorBytes == 64 && kCount == kTwoRows;
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
 
-// Single rows of at least so many columns are stored from an aligned address on, see for_each_stored_pack().
+// Rows of at least so many columns that are stored one by one are stored from an aligned address on, see
+// for_each_stored_pack().
 constexpr int64_t kMinAlignedCols = 128;
 
-// The number of elements before the first that is at a multiple of kVectorBytes.
+// The number of elements from p to the first that is at a multiple of kVectorBytes.
 template <class T>
 int64_t elements_to_boundary(const T* p) {
   return static_cast<int64_t>(-reinterpret_cast<uintptr_t>(p) % kVectorBytes / sizeof(T));
@@ -154,9 +166,10 @@ inline bool is_aligned(const View& array, int64_t element_bytes) {
          reinterpret_cast<uintptr_t>(array.data) % kVectorBytes == 0;
 }
 
-// How many rows ahead a loop prefetches that handles `count` rows together; 0 for none. Rows together gain in memory;
-// single rows also in the third-level cache. The hardware prefetcher is better for rows of less than 256 bytes, and for
-// single rows of up to 2 KiB of 32- or 64-bit elements. It is also left to read rows of more than 32 KiB together.
+// How many rows ahead a loop that handles `count` rows together prefetches; 0 for no prefetch. Several rows gain if
+// they are in memory; single rows also in the third-level cache. The hardware prefetcher is better for rows of less
+// than 256 bytes, for single rows of up to 2 KiB of 32- or 64-bit elements, and for several rows that have more than 32
+// KiB.
 inline int64_t rows_to_prefetch(const ArraySize& x, int64_t count) {
   const bool suits_hardware = x.row_bytes < 256 || (x.element_bytes > 2 && count == 1 && x.row_bytes <= 2048);
   const bool is_far = count > 1 ? x.is_in_memory() : x.bytes > int64_t{1} << 21;
@@ -166,12 +179,11 @@ inline int64_t rows_to_prefetch(const ArraySize& x, int64_t count) {
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-// The output of the shortest rows starts after the statistics of so many rows, so that it does not wait for the
-// statistics of each row.
-constexpr int kBatchRows = 16;
+// The rows of a batch of the shortest rows, whose outputs would wait for the statistics of each row otherwise.
+constexpr int kForwardBatchRows = 16;
 
-// The differences x - center of narrow 16-bit rows may be kept on the stack between the two loops, so that the output
-// need not widen x again.
+// The differences x - center of narrow 16-bit rows may be kept on the stack between the statistics and the output,
+// which then need not widen x again.
 template <int kPacks, class T, class X>
 constexpr bool kMayKeepDifferences = kPacks == kNarrowPacks && std::is_same_v<T, X> && sizeof(X) == 2;
 constexpr int64_t kMaxDifferences = 4096;
@@ -180,10 +192,10 @@ constexpr int64_t kMaxDifferences = 4096;
 // all of the row at its beginning would evict the input from the first-level cache.
 constexpr int64_t kWriteAheadBytes = 1024;
 
-// The prefetches of a loop over a row, which are for the rows that follow.
+// What the output loop prefetches of the rows that follow.
 struct Prefetch {
-  int64_t rows;  // how many rows ahead; 0 for nothing
-  bool output;   // the output as well as the input, unless it is streamed
+  int64_t rows_ahead;  // 0 for no prefetch
+  bool output;         // whether to prefetch the output as well as the input; not if it is streamed
 };
 
 struct ForwardPolicy {
@@ -196,37 +208,41 @@ struct ForwardPolicy {
     // rows from 384 bytes on if a residual is added, which reads and writes four arrays of together more than 20 MiB.
     const bool has_large_sum = p.residual.data && x.row_bytes >= 384 && x.bytes > int64_t{5} << 20;
     const bool reads_single = x_bytes > 2 && x.row_bytes >= 1536 ? x.is_in_memory() : has_large_sum;
-    together = is_narrow ? (reads_single ? 1 : kRows) : reads_single && !x.is_long() ? 1 : kFewRows;
-    batch = together == kRows && p.cols <= (x_bytes > 2 && x.is_in_memory() ? 63 : 192) ? kBatchRows : together;
-    // In arrays of more than 2 MiB, the stores of the differences would wait behind those of the output.
+    rows_together = is_narrow ? (reads_single ? 1 : kFourRows) : reads_single && !x.is_long() ? 1 : kTwoRows;
+    batch_rows = rows_together == kFourRows && p.cols <= (x_bytes > 2 && x.is_in_memory() ? 63 : 192)
+                     ? kForwardBatchRows
+                     : rows_together;
+    // In arrays of more than 2 MiB, stores of differences would wait until earlier stores to the output are done.
     kept_rows = x.bytes <= int64_t{1} << 21 ? kMaxDifferences / padded_cols(p) : 0;
-    // The sums share no loads, unless there is an input_scale, so their rows are stored one by one from aligned
-    // addresses on. The output would lose more by reading the weights for each row than it would gain.
+    // Rows to which a residual is added share no loads, unless there is an input_scale, so they are handled one by one
+    // and stored from aligned addresses on. The output would lose more by reading the weights for each row.
     const bool shares_input_scale = p.input_scale.data && is_aligned(p.sum, x_bytes);
-    sums_together = p.cols < kMinAlignedCols || shares_input_scale ? together : 1;
-    // The next reader of a smaller output would lose more than streaming stores gain, and short rows gain nothing.
-    // Rows of 32- or 64-bit elements gain from 7 KiB on, and from 4 KiB on if a residual is added.
+    residuals_together = p.cols < kMinAlignedCols || shares_input_scale ? rows_together : 1;
+    // Streaming stores bypass the caches: the next reader of a smaller output would lose more than they gain. Short
+    // rows gain nothing. Rows of 32- or 64-bit elements gain from 7 KiB on, and from 4 KiB on if a residual is added.
     const bool output_is_aligned = is_aligned(p.output, output_bytes);
     const bool gains_early =
         output_bytes > 2 && !is_narrow && p.activation == Activation::kNone && (p.residual.data || y.row_bytes >= 7168);
     streams = kHasStreamingStores && (y.is_long() || gains_early) && y.bytes >= int64_t{1} << 24 &&
               (output_is_aligned || can_stream_single(p, y));
-    outputs_together = streams && !output_is_aligned ? 1 : together;
+    outputs_together = streams && !output_is_aligned ? 1 : rows_together;
     // Rows of 4 KiB of float16 are as fast four together.
     const bool is_half_4k = p.sum_dtype == Dtype::kFloat16 && x.row_bytes == 4096;
-    if (x.rows_collide() && !is_half_4k) outputs_together = min(outputs_together, kFewRows);
-    prefetch_together = prefetch(p, x, y, together);
+    if (x.rows_collide() && !is_half_4k) outputs_together = min(outputs_together, kTwoRows);
+    prefetch_together = prefetch(p, x, y, rows_together);
     prefetch_single = prefetch(p, x, y, 1);
   }
 
   bool is_narrow;
-  bool shares_rows;                         // whether all threads share each row
-  int64_t together;                         // the rows that the loops handle together
-  int64_t sums_together, outputs_together;  // the same for the loops that store the sums and the output
-  int64_t batch;                            // the rows whose statistics are computed before the output starts
-  int64_t kept_rows;                        // differences are kept of batches of up to so many rows
-  bool streams;                             // whether the output is written with streaming stores
-  Prefetch prefetch_together, prefetch_single;
+  bool shares_rows;            // whether all threads share each row
+  int64_t rows_together;       // the rows that the statistics loop handles together
+  int64_t residuals_together;  // the rows to which the residual is added together
+  int64_t outputs_together;    // the rows whose outputs are stored together
+  int64_t batch_rows;          // the rows whose statistics are computed before their outputs are stored
+  int64_t kept_rows;           // differences are kept if a batch has up to so many rows
+  bool streams;                // whether the output is written with streaming stores
+  Prefetch prefetch_together;  // for loops over several rows
+  Prefetch prefetch_single;    // for loops over single rows
 
  private:
   // Whether streaming stores may write rows that are not aligned, one by one. 16-bit rows of less than 16 KiB are
@@ -247,10 +263,10 @@ struct ForwardPolicy {
 // ---- backward -------------------------------------------------------------------------------------------------------
 
 // The most rows that the gradients loop handles together. The coefficients of two fill the 16 registers of AVX2.
-constexpr int kMostRows = kVectorBytes == 32 ? kFewRows : kRows;
+constexpr int kMostGradientRows = kVectorBytes == 32 ? kTwoRows : kFourRows;
 
-// The most rows of a batch.
-constexpr int64_t kMaxBatchRows = kSumRows;
+// The most rows of a batch in backward.
+constexpr int64_t kMaxBackwardBatchRows = kSumRows;
 
 // Whether the gradients loop may go column by column, and how many packs of columns it takes at a time.
 constexpr bool kHasColumnLoop = kVectorBytes > 16;
@@ -274,18 +290,24 @@ struct BackwardPolicy {
     choose_rows(x);
     // Row by row, the gradients loop has few iterations in short rows. Column by column, it reads more streams, which
     // is slower for longer rows in memory.
-    by_columns = (x.is_in_memory() ? x.row_bytes : p.cols) <= 256 && batch > 1;
+    by_columns = (x.is_in_memory() ? x.row_bytes : p.cols) <= 256 && batch_rows > 1;
     // The hardware prefetcher is better for single rows of less than 4 KiB. The next batch of other short rows fits
     // into the first-level cache beside this one.
-    if (together == 1 && x.row_bytes < 4096) {
-      prefetched = 0;
+    if (rows_together == 1 && x.row_bytes < 4096) {
+      rows_ahead = 0;
     } else {
-      prefetched = x.row_bytes <= 3072 ? max(batch, ceil_div(4096, x.row_bytes)) : rows_to_prefetch(x, batch);
+      rows_ahead = x.row_bytes <= 3072 ? max(batch_rows, ceil_div(4096, x.row_bytes)) : rows_to_prefetch(x, batch_rows);
     }
-    // A smaller dx is better left in the caches for its next reader, which may be the loop for input_scale's gradients.
+    // A smaller dx is better left in the caches for its next reader, as any dx is for input_scale_loop().
     streams = x.bytes >= int64_t{1} << 23 && kHasStreamingStores && is_aligned(p.grad_input, x.element_bytes) &&
               !has_input_scale_gradients(p);
     prefetches_dx = x.is_in_memory() && x.element_bytes > 2 && x.row_bytes >= 16384 && !streams && p.grad_input.data;
+  }
+
+  // The end of the sum of weight gradients that begins at a row, where the rows of the segment end at segment_end. A
+  // sum has whole batches, except the last one, and does not depend on where the strides of a view cut batches.
+  int64_t sum_end(int64_t row, int64_t segment_end) const {
+    return segment_end - row <= kSumRows ? segment_end : row + kSumRows / batch_rows * batch_rows;
   }
 
   Segments segments;
@@ -294,36 +316,36 @@ struct BackwardPolicy {
   bool shares_columns;  // whether the threads share the columns, because there are too few segments for them
 
   // The buffers for partial sums in the workspace: one for each segment. If the sums of a segment are gradients, the
-  // thread stores them at once and uses its buffer again. Then each thread has one buffer.
+  // thread stores them at once and uses its buffer for the next segment, so that one for each thread is enough.
   int64_t buffers;
-  int64_t second_buffers;  // for the sums of kSumRows rows that are added to the first of their segment
-  bool uses_stack;         // whether the workspace is on the stack, which saves its allocation
+  int64_t second_buffers;  // one more for each of the buffers, or 0 if no segment has more rows than one sum
+  bool uses_stack;         // whether the workspace is on the stack, because it is small
 
-  int64_t together;    // the rows that share the loads of the weight and the loads and stores of the partial sums
-  int64_t batch;       // the rows whose sums are computed before the gradients loop starts
-  bool by_columns;     // whether the gradients loop goes column by column through all rows of a batch
-  int64_t prefetched;  // how many rows ahead x and dy are prefetched, or 0
-  bool streams;        // whether dx is written with streaming stores
+  int64_t rows_together;  // the rows that share the loads of the weight and the loads and stores of the partial sums
+  int64_t batch_rows;     // the rows whose sums are computed before the gradients loop starts
+  bool by_columns;        // whether the gradients loop goes column by column through all rows of a batch
+  int64_t rows_ahead;     // how many rows ahead x and dy are prefetched, or 0
+  bool streams;           // whether dx is written with streaming stores
   bool prefetches_dx;  // whether dx is prefetched before the sums of a long row, because stores would wait for memory
 
  private:
   void choose_rows(const ArraySize& x) {
-    // Rows in memory up to 8 KiB of 32- or 64-bit elements are read faster one by one, except the shortest. So are
-    // 16-bit rows of about 1 to 2 KiB. Batches of rows of less than 683 bytes may not divide kSumRows, so that single
-    // rows would be added in another order.
+    // In memory, rows of up to 8 KiB of 32- or 64-bit elements are read faster one by one, except the shortest. So are
+    // 16-bit rows of about 1 to 2 KiB. A row of less than 683 bytes must have the same batches in memory and in the
+    // caches, because kSumRows may be no multiple of its batch, which then determines the order of summation.
     const bool is_16_bit = x.element_bytes == 2;
     const int64_t shortest = is_16_bit ? 1000 : 704;
     if (x.is_in_memory() && x.row_bytes >= shortest && x.row_bytes < (is_16_bit ? 2560 : 8192)) {
-      together = batch = 1;
+      rows_together = batch_rows = 1;
       return;
     }
     // Four wide rows are slower in memory, and four rows that collide in the caches as well. Narrow rows that exceed
     // 2 KiB of 32- or 64-bit elements are slower because four such streams are read more slowly.
     const bool is_short = x.row_bytes <= (is_16_bit ? 4096 : 2048);
     const bool is_wide_in_cache = !x.is_narrow() && !x.is_in_memory();
-    together = (is_short || is_wide_in_cache) && !x.rows_collide() ? kRows : kFewRows;
+    rows_together = (is_short || is_wide_in_cache) && !x.rows_collide() ? kFourRows : kTwoRows;
     // Short rows would wait for the coefficients of each row, so a batch has as many as 8 KiB hold.
-    batch = max(together, min(kMaxBatchRows, 8192 / x.row_bytes / kRows * kRows));
+    batch_rows = max(rows_together, min(kMaxBackwardBatchRows, 8192 / x.row_bytes / kFourRows * kFourRows));
   }
 };
 
@@ -332,26 +354,28 @@ struct BackwardPolicy {
 // Backward of a gated norm, and forward if the gate is first, handle rows in batches, whose scratch rows in Acc stay in
 // the first-level cache.
 struct GatedPolicy {
-  // There are at most `most_tasks` tasks. A batch has up to `batch` rows, and `arrays` arrays of scratch rows.
-  GatedPolicy(const Params& p, int64_t most_tasks, int64_t batch, int64_t arrays)
+  // There are at most `most_tasks` tasks. A batch has `arrays` arrays of scratch rows.
+  GatedPolicy(const Params& p, int64_t most_tasks, int64_t batch_rows, int64_t arrays)
       : tasks(max(1, min(min(most_tasks, num_threads()), p.samples * p.rows * p.cols / kGrain))),
-        batch(batch),
+        batch_rows(batch_rows),
         pitch(padded_cols(p) + kMaxPackSize),
-        array(batch * pitch),
-        task_scratch(arrays * array),
-        scratch(tasks * task_scratch) {}
+        array_elements(batch_rows * pitch),
+        task_elements(arrays * array_elements),
+        elements(tasks * task_elements) {}
 
-  int64_t tasks;  // each of which has its own scratch rows
-  int64_t batch;  // the most rows of a batch
-  int64_t pitch;  // from row to row; not a multiple of 4 KiB, so that few rows take the same places of the cache
-  int64_t array;  // the elements of an array of scratch rows
-  int64_t task_scratch, scratch;  // the elements of all arrays of a task, and of all tasks
+  int64_t tasks;           // each of which has its own scratch rows
+  int64_t batch_rows;      // the most rows of a batch
+  int64_t pitch;           // from row to row; not a multiple of 4 KiB, see ArraySize::rows_collide()
+  int64_t array_elements;  // of an array of scratch rows
+  int64_t task_elements;   // of all arrays of a task
+  int64_t elements;        // of all tasks
 };
 
-// The rows of a batch in forward: as many as 16 KiB hold, and whole batches of the loops.
-inline int64_t gated_forward_rows(const ArraySize& x) {
+// The rows of a batch if the gate is first, in forward: as many as 16 KiB hold, and whole batches of the plain norm.
+inline int64_t gated_forward_batch_rows(const ArraySize& x) {
   const int64_t rows = 16384 / x.row_bytes;
-  return rows >= kBatchRows ? min(rows / kBatchRows, 4) * kBatchRows : max(1, rows / kFewRows * kFewRows);
+  return rows >= kForwardBatchRows ? min(rows / kForwardBatchRows, 4) * kForwardBatchRows
+                                   : max(1, rows / kTwoRows * kTwoRows);
 }
 
 }  // namespace

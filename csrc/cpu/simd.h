@@ -54,7 +54,7 @@ using Words = Vec<uint32_t>;
 
 // ---- packs ----------------------------------------------------------------------------------------------------------
 
-// The unit of all loops: two vectors, that is, one register of 16-bit elements after widening.
+// The unit of all loops: two vectors. One register of 16-bit elements widens to a pack of floats.
 template <class Acc>
 struct Pack {
   Vec<Acc> a, b;
@@ -73,7 +73,8 @@ struct FirstLanes {
   int count;  // 1 <= count < kPackSize
 };
 
-// A pack, to which a scalar is broadcast. value - 0 keeps -0, value + 0 would not.
+// Returns a pack as it is, and a scalar in every lane, so that operators take both. value - 0 keeps -0, value + 0 would
+// not.
 template <class Acc>
 inline const Pack<Acc>& broadcast(const Pack<Acc>& p) {
   return p;
@@ -135,8 +136,8 @@ inline V at_least(V x, V least) {
 #endif
 
 // exp(x) = 2^n * exp(r), where n is x / ln(2) rounded to an integer, so that |r| is at most about ln(2) / 2. ln(2) has
-// two parts; the product of n with the first one is exact. exp(r) is 1 + r + r^2 * p(r); the coefficients of p, from
-// the last on, minimize the largest relative error (2^-28 and 2^-57).
+// two parts; the product of n with the first one is exact. exp(r) is 1 + r + r^2 * p(r). The coefficients of p, that
+// of the highest power first, minimize the largest relative error (2^-28 for float and 2^-57 for double).
 template <class Acc>
 struct ExpConstants;
 template <>
@@ -226,7 +227,8 @@ inline Acc sum_pack(const Pack<Acc>& p) {
   return sum_lanes(p.a + p.b);
 }
 
-// sum_lanes() of each vector. The overloads for four vectors give the same bits with fewer instructions.
+// The sum_lanes() of each vector, as doubles. The overloads for four vectors give the same bits with fewer
+// instructions.
 template <class V, int n>
 inline auto sum_each(const V (&v)[n]) {
   typename VectorOf<double, n * 8>::type sums;

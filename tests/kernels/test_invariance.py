@@ -19,7 +19,7 @@ from support.inputs import (
     random_args,
     transposed,
 )
-from support.reference import BF16, F16, F32, F64, RESIDUALS, dtypes_id, statistics_dtype
+from support.reference import BF16, DTYPES, F16, F32, F64, RESIDUALS, dtypes_id, statistics_dtype
 
 import layernorm_ext
 
@@ -98,6 +98,62 @@ def test_layout_of_images(backend, dtype, layout):
         statistics = layout(results.mean), layout(results.rstd)
         gradients = backend.backward(dy, images, (6,), *statistics, w, b, ALL, images=True)
         assert_same_bits(gradients, results.gradients)
+
+
+# Each of these functions returns a view whose rows are apart from batch to batch, so that kernels divide the rows.
+STRIDED = {
+    "first rows": lambda t: torch.cat([t, t], 1)[:, : t.size(1)],
+    "last rows": lambda t: torch.cat([t, t], 1)[:, t.size(1) :],
+    "transposed": transposed_batch,
+}
+
+
+@pytest.mark.parametrize("strided", STRIDED.values(), ids=STRIDED)
+@pytest.mark.parametrize("dtypes", DTYPES, ids=dtypes_id)
+@pytest.mark.parametrize("batch", [(400, 5), (67, 30), (30, 67), (3, 700)], ids=str)
+def test_rows_apart(dtypes, batch, strided):
+    """The weight gradients are sums of the same rows in the same order as in contiguous tensors."""
+    cpu = installed("cpu")
+    for cols in (1, 5, 64, 100, 300):
+        x, dy, total = (randn((*batch, cols), dtypes[0]) for _ in range(3))
+        w, b = (randn(cols, dtypes[1]) for _ in range(2))
+        expected = run(cpu, x, dy, w, b, grad_sum=total)
+        for views in (
+            (strided(x), dy, total),
+            (x, strided(dy), total),
+            (x, dy, strided(total)),
+            map(strided, (x, dy, total)),
+        ):
+            *views, total_view = views
+            assert_same_bits(run(cpu, *views, w, b, grad_sum=total_view), expected, cols)
+
+
+@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16)], ids=dtypes_id)
+@pytest.mark.parametrize("batch, cols", [((1700, 5), 600), ((9, 30), 1500), ((300, 1), 5000)], ids=str)
+def test_wide_rows_apart(dtypes, batch, cols):
+    x, dy = (randn((*batch, cols), dtypes[0]) for _ in range(2))
+    w, b = (randn(cols, dtypes[1]) for _ in range(2))
+    expected = run(installed("cpu"), x, dy, w, b)
+    assert_same_bits(run(installed("cpu"), STRIDED["first rows"](x), dy, w, b), expected)
+
+
+@pytest.mark.parametrize("member", [m for m in MEMBERS if not m.takes_images], ids=lambda member: member.name)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=dtypes_id)
+def test_functions_of_rows_apart(member, dtype):
+    """Also the gradients of gates."""
+    x, other = (randn((400, 5, 64), dtype) for _ in range(2))
+    parameters = [randn(64, statistics_dtype(dtype)) for _ in range(2)]
+
+    def results(*tensors):
+        tensors = [t.detach().requires_grad_() for t in tensors]
+        outputs = member(*tensors)
+        grad_outputs = [y.detach().sin() for y in outputs]
+        return [*outputs, *torch.autograd.grad(outputs, tensors, grad_outputs, allow_unused=True)]
+
+    expected = results(x, other, *parameters)
+    for strided in STRIDED.values():
+        for views in ((strided(x), other), (x, strided(other)), (strided(x), strided(other))):
+            assert_same_bits(results(*views, *parameters), expected)
 
 
 # Addresses
