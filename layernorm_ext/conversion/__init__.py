@@ -202,6 +202,13 @@ def _original(module: Module) -> type[Module] | None:
     return vars(module).get(_ORIGINAL, getattr(type(module), _ORIGINAL, None))
 
 
+def _converted_class(module: Module) -> type[Module] | None:
+    """Return the class that convert() gave a module, of which its class may have been derived since."""
+    if _ORIGINAL in vars(module):
+        return TORCH_LAYERS[vars(module)[_ORIGINAL]]
+    return next((cls for cls in type(module).__mro__ if _ORIGINAL in vars(cls)), None)
+
+
 def _become(module: Module, choice: Choice) -> Choice | SkippedError:
     """Change the class of a module, or return why it cannot change."""
     original = type(module)
@@ -209,7 +216,7 @@ def _become(module: Module, choice: Choice) -> Choice | SkippedError:
         module.__class__ = choice.cls
     except Exception as error:  # a class may refuse to change
         return SkippedError(f"its class cannot change: {shortened(error)}")
-    if original in TORCH_LAYERS:
+    if choice.cls in TORCH_LAYERS.values():
         vars(module)[_ORIGINAL] = original
     return choice
 
@@ -234,13 +241,13 @@ def _disable_fast_path(report: ConversionReport, name: str, module: Any) -> None
 def _restore(modules: Iterable[tuple[str, Module]]) -> None:
     modules = list(modules)
     for name, module in modules:
-        expected = [cls for cls in type(module).__mro__ if cls in TORCH_LAYERS.values() or _ORIGINAL in vars(cls)]
-        if _original(module) is not None and type(module) is not expected[0]:
+        expected = _converted_class(module)
+        if expected is not None and type(module) is not expected:
             raise RuntimeError(
-                f"Expected {name or 'the model'} to be a {class_name(expected[0])}, as convert has left it, but got a "
+                f"Expected {name or 'the model'} to be a {class_name(expected)}, as convert has left it, but got a "
                 f"{class_name(type(module))}; undo that change first"
             )
-        if _original(module) is not None and _has_foreign_forward(module):
+        if expected is not None and _has_foreign_forward(module):
             raise RuntimeError(
                 f"Expected {name or 'the model'} to have the forward of its class, as convert has left it, but got "
                 f"another, as hooks of accelerate set it; undo that change first"
