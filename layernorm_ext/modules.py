@@ -357,19 +357,18 @@ class LazyLayerNorm(LazyModuleMixin, LayerNorm):
             super().reset_parameters()
 
     def initialize_parameters(self, input: Tensor) -> None:
-        """Take ``normalized_shape`` from ``input``; create parameters, unless a ``state_dict`` was loaded."""
+        """Take ``normalized_shape`` from ``input``; create the parameters that no ``state_dict`` has set."""
         if input.dim() < self.dimensions:
             raise RuntimeError(
                 f"Expected an input of at least dimensions={self.dimensions} dimensions, but got input of size"
                 f"{list(input.shape)}"
             )
         self.normalized_shape = tuple(input.shape[-self.dimensions :])
-        if self.has_uninitialized_params():
-            with torch.no_grad():
-                for parameter in self.parameters():
-                    if isinstance(parameter, UninitializedParameter):
-                        parameter.materialize(self.normalized_shape)
-            self.reset_parameters()
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if isinstance(parameter, UninitializedParameter):
+                    parameter.materialize(self.normalized_shape)
+                    parameter.fill_(name == "weight" and not self.zero_centered_weight)
         del self.dimensions
 
     def extra_repr(self) -> str:
