@@ -54,7 +54,7 @@ def norm_nested(
     if residual is None:
         return _gather(results, input)
     output, total = results
-    return _gather(output, input), residual if inplace else _gather(total, input)
+    return _gather(output, input), residual if inplace else _gather(total, residual)
 
 
 def _check_shapes(input: Any, normalized_shape: Sequence[int], parameters: Mapping[str, Tensor | None]) -> None:
@@ -173,9 +173,9 @@ def _norm_over_ragged(
     return output if residual is None else (output, total)
 
 
-def _gather(parts: Any, input: Any) -> Tensor:
-    """Return a nested tensor like the input from its values, or from its components."""
-    if input.layout != torch.jagged:
-        return torch.nested.as_nested_tensor(parts)
-    values = torch.cat(parts, input._ragged_idx - 1) if isinstance(parts, list) else parts
-    return torch.nested.nested_tensor_from_jagged(values, input.offsets(), input.lengths(), input._ragged_idx)
+def _gather(parts: Any, like: Any) -> Tensor:
+    """Return a nested tensor, of the layout and dtype of another one, from its values or from its components."""
+    if like.layout != torch.jagged:
+        return torch.nested.as_nested_tensor(parts, dtype=like.dtype)
+    values = torch.cat(parts, like._ragged_idx - 1) if isinstance(parts, list) else parts
+    return torch.nested.nested_tensor_from_jagged(values, like.offsets(), like.lengths(), like._ragged_idx)

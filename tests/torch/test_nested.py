@@ -65,6 +65,16 @@ def test_in_place_addition_returns_the_nested_residual(layout):
     assert_same_components(residual, expected[1].unbind())
 
 
+def test_an_empty_batch_keeps_its_dtypes():
+    x = torch.nested.nested_tensor([], dtype=torch.bfloat16)
+    residual = torch.nested.nested_tensor([], dtype=torch.float32)
+    assert [t.dtype for t in (layer_norm(x, (8,)), *add_layer_norm(x, residual, (8,)))] == [
+        x.dtype,
+        x.dtype,
+        residual.dtype,
+    ]
+
+
 @layouts
 def test_errors_name_the_argument(layout):
     x = nested(layout)
