@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 
 from ._ops import _C
@@ -27,8 +28,8 @@ class trace_as:  # noqa: N801  # a context manager, named like torch.set_grad_en
     dtype conversions as the arguments require. Such a graph runs without this package, other tools can read it,
     compilers may fuse the norm with its neighbours, and the results have torch's precision: the error grows with the
     mean, and numbers whose squares overflow (1e20 in float32) give NaN or zero. The strides of the results are those
-    of eager calls, and those of gradients are torch's. ``None`` restores the defaults:
-    ``"kernel"`` for :func:`torch.compile`, whose graphs stay in the process, and ``"aten"`` for
+    of eager calls, and those of gradients are torch's. ``None`` restores the defaults: ``"kernel"`` for
+    :func:`torch.compile` and ``make_fx``, whose graphs stay in the process, and ``"aten"`` for
     :func:`torch.export.export` and :func:`torch.onnx.export`. :func:`torch.jit.trace` always records aten's operators.
 
     A call sets the choice for all threads of the process. A ``with`` statement restores the choice before it at its
@@ -90,7 +91,9 @@ def records_aten() -> bool:
     """Return whether an active tracer should record aten's operators."""
     if torch.jit.is_tracing():  # it cannot record operators with absent results
         return True
-    return _is_exporting() if _operators is None else _operators == "aten" and torch.compiler.is_compiling()
+    if _operators is None:
+        return _is_exporting()
+    return _operators == "aten" and (torch.compiler.is_compiling() or get_proxy_mode() is not None)
 
 
 def _is_exporting() -> bool:
