@@ -23,7 +23,7 @@ def norm_nested(
     eps: float,
     tensors: Mapping[str, Any],
     *,
-    inplace: bool | None,
+    inplace: bool,
     **options: Any,
 ) -> Any:
     """Normalize a nested tensor by ``norm``, which takes the same arguments for other tensors.
@@ -146,7 +146,7 @@ def _norm_components(
 
 
 def _norm_over_ragged(
-    input: Any, normalized_shape: Sequence[int], eps: float, residual: Any, rms: bool, inplace: bool | None
+    input: Any, normalized_shape: Sequence[int], eps: float, residual: Any, rms: bool, inplace: bool
 ) -> Any:
     """Normalize over dimensions that include the ragged one, by aten's operators and with torch's precision."""
     values, lengths, ragged_dim = input.values(), input.offsets().diff(), input._ragged_idx - 1
