@@ -237,7 +237,7 @@ def _disable_fast_path(report: ConversionReport, name: str, module: Any) -> None
             setattr(module, attribute, off)
             vars(module)[_FAST_PATH] = attribute, value
             report.fast_paths[name] = f"{class_name(cls)}.{attribute} = {off}"
-    except Exception as error:  # from a subclass
+    except Exception as error:  # a subclass may raise anything
         report.skipped[name] = f"{class_name(cls)}: {shortened(error)}"
 
 

@@ -34,7 +34,7 @@ _ROUNDINGS = 4
 # The smallest scale of a compared row. x-transformers clamps the norm of smaller rows, and the replacement adds an eps.
 _SMALLEST_SCALE = 1e-8
 
-# The scales of the samples of large and small inputs and gates: some layers clamp large numbers.
+# The factors of the first, second and third sample of further inputs and gates: some layers clamp large numbers.
 _SCALES = (30, 1e3, 1e-3)
 
 # The classes that torch's own layers get.

@@ -89,7 +89,7 @@ def num_groups(layer: Module, name: str, width: int) -> Any:
     return width // getattr(layer, name) if name == "group_size" else getattr(layer, name)
 
 
-@torch.fx.wrap  # symbolic tracing knows no dtypes
+@torch.fx.wrap  # torch.fx records the call, because its proxies have no dtype to look up
 def _widen(input: Tensor, output_dtypes: OutputDtypes, *others: Tensor | None) -> Tensor:
     """Convert the input to the wider of its own dtype and the output's."""
     dtype = output_dtypes.get(_dtypes(input, *others))

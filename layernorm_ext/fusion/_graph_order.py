@@ -52,9 +52,10 @@ def share_storage(a: Tensor | None, b: Tensor | None) -> bool:
     return a is not None and b is not None and a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
+# Names of functions that write, or that change a mode such as the grad mode.
 _IN_PLACE = re.compile(r"(?<!_)_$|^__|(^|_)(set|enter|exit|seed)(_|$)")
 _MODE = re.compile(r"(^|_)(set|enter|exit)(_|$)")
-# Running statistics, which neither names nor aten's schemas show to be written.
+# These write running statistics, which neither their names nor aten's schemas show.
 _STATISTICS = re.compile("(batch|instance)_norm|^_?sync_batch")
 _KNOWN_MODULES = {"torch", "torch._C", "torch._C._nn", "torch._C._special", "torch._C._linalg", "torch._C._fft"}
 _KNOWN_MODULES |= {"torch.functional", "torch.nn.functional", "torch._jit_internal", "_operator", "math"}
@@ -74,11 +75,10 @@ def operation(node: Any) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
-def misleads(node: Node) -> bool:
-    """Return whether no norm of a graph with this node is joined.
+def forbids_fusion(node: Node) -> bool:
+    """Return whether a node changes a shape in place, so that recorded shapes are wrong, or observes gradients.
 
-    The node changes a shape in place, or observes the gradient of an intermediate sum, which lacks the norm's part in
-    the joined graph.
+    In the fused graph, the gradient of a sum lacks the part that comes from the norm of this sum.
     """
     name = operation(node)
     return name in _RESHAPES or name in ("grad", "backward", "retain_grad") or "hook" in name
@@ -103,7 +103,7 @@ def may_write(node: Node) -> bool:
     name = operation(node)
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.is_mutable or bool(_STATISTICS.search(name))
-    if isinstance(target, torch._ops.OpOverloadPacket):  # a check of this package
+    if isinstance(target, torch._ops.OpOverloadPacket):  # such as torch.ops.layernorm.check
         return any(getattr(target, overload)._schema.is_mutable for overload in target.overloads())
     if isinstance(target, torch._ops.HigherOrderOperator):
         called = bodies(node)
@@ -127,7 +127,7 @@ def _argument(node: Node, name: str, default: Any) -> Any:
 
 
 def hoist_numbers(graph: Graph) -> None:
-    """Move sizes and numbers, such as ``eps`` under ``dynamic=True``, before the sum whose place the norm takes."""
+    """Move sizes and numbers, such as ``eps`` under ``dynamic=True``, to the front, since the call must follow them."""
     first = next(filter(is_call, graph.nodes))
     for node in itertools.takewhile(lambda node: not may_write(node), list(graph.nodes)):
         is_number = isinstance(recorded(node), _NUMBERS)
@@ -144,8 +144,8 @@ def make_sums_out_of_place(graph: Graph) -> None:
     sums = {node for node in named if "val" not in node.meta and fake_tensor(node.args[0]) is not None}
     for node in sorted(sums):
         node.args[0].replace_all_uses_with(node, lambda user: user > node)  # noqa: B023 (called immediately)
-    first: dict[int | None, Node] = {}  # of each storage; values of unknown kind have the storage None
-    reader: dict[int | None, Node] = {}  # the last one of the tensors so far
+    first: dict[int | None, Node] = {}  # the first node of each storage; values of unknown types have the storage None
+    reader: dict[int | None, Node] = {}  # the last reader of the tensors that a storage has so far
     mode = None  # the last switch of grad mode, which decides whether the sum has a gradient
     for node in graph.nodes:
         value = fake_tensor(node)
@@ -169,18 +169,18 @@ def make_sums_out_of_place(graph: Graph) -> None:
 
 
 class Writes:
-    """The nodes of a graph that may write. Joining norms neither adds nor removes one."""
+    """The nodes of a graph that may write, found once: fusing norms neither adds nor removes one."""
 
     def __init__(self, graph: Graph) -> None:
         self._nodes = list(filter(may_write, graph.nodes))
         self._last = {key: node for node in self._nodes for each in _written(node) for key in _storages(each) or ()}
 
-    def between(self, first: Node, last: Node) -> bool:
-        """Return whether a node from the first to the last one may change what another one reads."""
+    def within(self, first: Node, last: Node) -> bool:
+        """Return whether a node from the first to the last one may write."""
         return bisect.bisect_left(self._nodes, first) < bisect.bisect_right(self._nodes, last)
 
-    def behind(self, last: Node, tensors: Iterable[Node]) -> bool:
-        """Return whether a later node may change one of these tensors, which the call saves for backward, or a view."""
+    def after(self, last: Node, tensors: Iterable[Node]) -> bool:
+        """Return whether a node after ``last`` may write one of these tensors, which backward reads, or a view."""
         return any(self._last.get(key, last) > last for tensor in tensors for key in _storages(tensor) or ())
 
 

@@ -1,4 +1,4 @@
-"""The pass that joins norms with their neighbors in compiled graphs."""
+"""The pass that fuses norms with their neighbors in compiled graphs."""
 
 import logging
 import os
@@ -59,7 +59,7 @@ def assert_same(actual, expected, **tolerance):
 
 
 def compare(function, arguments=None, backend=fusion.eager, **options):
-    """Compare a compiled function with the eager one and return what was joined."""
+    """Compare a compiled function with the eager one and return what was fused."""
     arguments = tensors() if arguments is None else arguments
     compiled = torch.compile(function, backend=backend, **{"fullgraph": True} | options)
     assert_same(*(outputs_and_gradients(each, arguments) for each in (compiled, function)))
@@ -162,7 +162,7 @@ MODULATIONS = [
     "(y := norm(x)) * s + y + h",
     "h + torch.addcmul(y := norm(x), y, s)",
 ]
-# A sum before a modulation, and what is joined.
+# A sum before a modulation, and what is fused.
 BOTH = {
     "(y, t) = layernorm_ext.add_layer_norm(x, r, (8,)); return y * (1 + s) + h, t": MODULATE,
     "(y, t) = layernorm_ext.add_layer_norm(x, r, (8,), w, b, gate=g); return y * (1 + s), t": MODULATE,
@@ -177,17 +177,17 @@ BOTH = {
     "(norm((t := x + r).view(3, 2, 8)) * (1 + w) + b, t)": ADD_MODULATE,
     "(norm((t := x + r).view(2, 1, 3, 8)) * (1 + s[:, None]), t)": ADD,
 }
-JOINED = dict.fromkeys(SUMS, ADD) | dict.fromkeys(GATES, GATE) | dict.fromkeys(MODULATIONS, MODULATE) | BOTH
+FUSED = dict.fromkeys(SUMS, ADD) | dict.fromkeys(GATES, GATE) | dict.fromkeys(MODULATIONS, MODULATE) | BOTH
 
 
-@pytest.mark.parametrize("text", JOINED)
-def test_neighbors_are_joined(text):
-    assert compare(function_of(text)) == JOINED[text]
+@pytest.mark.parametrize("text", FUSED)
+def test_neighbors_are_fused(text):
+    assert compare(function_of(text)) == FUSED[text]
 
 
-@pytest.mark.parametrize("text", [text for text in JOINED if "reshape" in text or "unsqueeze" in text or text in BOTH])
+@pytest.mark.parametrize("text", [text for text in FUSED if "reshape" in text or "unsqueeze" in text or text in BOTH])
 def test_any_batch_takes_one_graph_without_new_guards(text):
-    assert compare(function_of(text), dynamic=True) == JOINED[text]
+    assert compare(function_of(text), dynamic=True) == FUSED[text]
     torch._dynamo.reset()
     counters = CompileCounterWithBackend(fusion.eager), CompileCounterWithBackend("eager")
     options = {"fullgraph": True, "dynamic": True}
@@ -199,7 +199,7 @@ def test_any_batch_takes_one_graph_without_new_guards(text):
     assert counters[0].frame_count == counters[1].frame_count
 
 
-# Functions whose graph stays as it is, or is joined in part
+# Functions whose graph stays as it is, or is fused in part
 
 REFUSED = [
     "two(x + w)",
@@ -249,7 +249,7 @@ PARTS = {
     "((p := norm(x) * (1 + s)) + h, p.sin())": MODULATE,
     "with torch.no_grad(): t = x + r\nreturn norm(t) * (1 + s) + h, t": MODULATE,
     "t = x + r; y = norm(t.detach() + r); t.mul_(2); return y, t": ADD,
-    # The joined calls would save, besides what these programs save, what they write.
+    # The fused calls would save, besides what these programs save, what they write.
     "y = norm(x, weight=w, bias=b) * (1 + s) + h; b.mul_(2); return y": {},
     "t = r + g * x.detach(); y = norm(t); g.mul_(2); return y, t": ADD,
     "t = (x + r).detach(); y = norm(t) * (1 + s); t.mul_(2); return y": {},
@@ -258,7 +258,7 @@ PARTS = {
     "t = x + r; return layernorm_ext.gated_layer_norm(t, None, (8,), num_groups=2) * (1 + s) + h, t": MODULATE,
     # The early write must not get behind the call, whose last argument comes before it.
     "r = r.sin(); x.mul_(2); return two(x + r)": ADD,
-    # Autograd saves less in the original: with the joined call, a later write would make backward raise.
+    # Autograd saves less in the original: with the fused call, a later write would make backward raise.
     "k = g.sin(); y = norm(r + k * x.detach()); k.mul_(2); return y": ADD,
     "v = b.sin(); y = norm(x, weight=w, bias=v) * (1 + s.detach()); v.mul_(2); return y": {},
     # The hook sees the norm's part of the gradient.
@@ -301,12 +301,12 @@ def test_calls_stay_on_their_streams(function):
     pytest.importorskip("torch._dynamo.variables.streams")
     graphs = []
 
-    def joined(module, example_inputs):
+    def fused(module, example_inputs):
         graphs.append(module.graph)
         fuse_neighbors(module.graph)
         return lambda *inputs: inputs[:1]
 
-    torch.compile(function, backend=joined, fullgraph=True)(*tensors()[:2])
+    torch.compile(function, backend=fused, fullgraph=True)(*tensors()[:2])
     assert len(graphs) == 1 and not fuse_neighbors.counts
 
 
@@ -324,7 +324,7 @@ def assert_close_to(actual, expected):
 
 
 def failure(seed):
-    """Return how the results of a random program change where its norms are joined."""
+    """Return how the results of a random program change where its norms are fused."""
     text = programs.source(seed)
     try:
         expected = programs.results_of(programs.build(text), seed)
@@ -408,8 +408,8 @@ def test_random_programs_with_a_child(first, kind):
             continue
         originals = compilers("eager")
         try:
-            joined = compilers(fusion.eager)
-            for original, each in zip(originals, joined, strict=True):
+            fused = compilers(fusion.eager)
+            for original, each in zip(originals, fused, strict=True):
                 try:
                     assert_close_to(results(original), expected)
                 except Exception:  # unflatten drops writes to statistics whose result is not used
@@ -451,8 +451,8 @@ def test_an_option_of_inductor(backward, log):
 )
 def test_the_configuration_of_inductor(passes):
     with torch._inductor.config.patch(pre_grad_custom_pass=passes, force_disable_caches=True):
-        joined = compare(block, backend="inductor", mode="max-autotune-no-cudagraphs", dynamic=True)
-    assert joined.keys() == ALL.keys()
+        fused = compare(block, backend="inductor", mode="max-autotune-no-cudagraphs", dynamic=True)
+    assert fused.keys() == ALL.keys()
 
 
 def test_caches_know_the_pass(tmp_path, monkeypatch):
@@ -492,7 +492,7 @@ class Program(torch.nn.Module):
 
 
 @pytest.mark.parametrize("decompose", [False, True])
-def test_exported_programs_are_joined_by_hand(decompose, tmp_path):
+def test_exported_programs_are_fused_by_hand(decompose, tmp_path):
     arguments = tuple(t.detach() for t in tensors())
     shapes = [{0: torch.export.Dim("batch")} if t.dim() > 1 else None for t in arguments]
     with trace_as("kernel"):
@@ -586,7 +586,7 @@ class ModulatingChild(torch.nn.Module):
 
 
 class NormOutside(torch.nn.Module):
-    """The joined call would come behind the factor, in the middle of the child."""
+    """The fused call would come behind the factor, in the middle of the child."""
 
     def __init__(self):
         super().__init__()
@@ -631,7 +631,7 @@ def test_unflatten_where_a_call_would_split_a_module():
 
 
 @pytest.mark.parametrize(
-    ("text", "joined"),
+    ("text", "fused"),
     [
         ("two(x + r, normalized_shape=x.shape[-1:])", ADD),
         ("two(x, normalized_shape=x.shape[-1:])", {}),
@@ -654,9 +654,9 @@ def test_unflatten_where_a_call_would_split_a_module():
     ],
 )
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_sizes_and_keywords_of_views(text, joined, dynamic):
+def test_sizes_and_keywords_of_views(text, fused, dynamic):
     counts = compare(function_of(text), dynamic=dynamic)
-    assert joined is None or counts == joined
+    assert fused is None or counts == fused
 
 
 def test_numbers_are_read_behind_writes():
