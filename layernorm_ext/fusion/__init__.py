@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, GraphModule, Node
@@ -151,10 +152,11 @@ def _remove_identities(graph: Graph) -> None:
         value = fake_tensor(node)
         flags = [*node.args[2:3], node.kwargs.get("training"), node.kwargs.get("train")]
         is_identity = name == "dropout" and any(flag is False for flag in flags)  # training is False
-        is_identity |= name in _CONVERSIONS and order.share_storage(source, value)
+        is_identity |= name in _CONVERSIONS and order.may_share_storage(_source(node), node)
         if is_identity and order.are_interchangeable(source, value):
-            node.replace_all_uses_with(_source(node))
-            graph.erase_node(node)
+            node.replace_all_uses_with(_source(node), lambda user: user.op != "output")  # whose names export knows
+            if not node.users:
+                graph.erase_node(node)
 
 
 # Questions about recorded values. Those about symbolic sizes add no guard: the answer is False if it is not known.
@@ -255,7 +257,7 @@ def _keeps_rows(node: Any, dims: int) -> bool:
     new, old = map(fake_tensor, (node, _source(node)))
     if new is None or old is None or new.dtype != old.dtype:  # view(dtype) reads other numbers
         return False
-    is_whole = order.share_storage(new, old) and statically_known_true(new.numel() == old.numel())
+    is_whole = order.may_share_storage(node, _source(node)) and statically_known_true(new.numel() == old.numel())
     if order.operation(node) == "getitem" and not is_whole:  # a slice or a gather
         return False
     return order.are_equal(new.shape[-dims:], old.shape[-dims:])
@@ -371,8 +373,8 @@ class _Match:
         """Return whether the operator takes the batch sizes of all parameters together."""
         dims, given = self.dims, [self.given["weight"], self.given["bias"]]
         is_body = hasattr(self.norm.graph.owning_module, "torchdynamo_force_dynamic")  # of a higher-order operator
-        outputs = map(fake_tensor, self.norm.graph.output_node().all_input_nodes)
-        if is_body and self.sum and any(order.share_storage(t, fake_tensor(self.sum.total)) for t in outputs):
+        outputs = self.norm.graph.output_node().all_input_nodes
+        if is_body and self.sum and any(order.may_share_storage(each, self.sum.total) for each in outputs):
             return False  # the graph around the body may observe the gradient of the sum, which eager() describes
         if self.modulation and self.has_own_parameters and not self.can_multiply_parameters(self.modulation):
             return False
@@ -493,6 +495,6 @@ class _Match:
         args, kwargs = map_arg((node.args, node.kwargs), recorded)
         function = node.target if callable(node.target) else getattr(torch.Tensor, node.target)
         node.meta = self.norm.meta.copy()
-        with recorded(self.y).fake_mode, torch.no_grad():
+        with recorded(self.y).fake_mode, enable_python_dispatcher(), torch.no_grad():  # as Dynamo, for symbolic sizes
             node.meta["val" if "val" in node.meta else "example_value"] = function(*args, **kwargs)
         return node

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 logger = logging.getLogger(__package__)
@@ -48,8 +50,9 @@ def are_interchangeable(new: Tensor, old: Tensor | None) -> bool:
     return are_equal(new.shape, old.shape) and are_equal(new.stride(), old.stride())
 
 
-def share_storage(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+def may_share_storage(a: Node, b: Node) -> bool:
+    first, second = _storages(a), _storages(b)
+    return first is None or second is None or not first.isdisjoint(second)
 
 
 # Names of functions that write, or that change a mode such as the grad mode.
@@ -154,14 +157,14 @@ def make_sums_out_of_place(graph: Graph) -> None:
             is_new = is_call(first[storage]) and (mode is None or first[storage] > mode)
             if is_new and reader[storage] <= node and reader.get(None, node) <= node and len(node.args) <= 2:
                 args, kwargs = map_arg((node.args, node.kwargs), recorded)
-                with recorded(node).fake_mode, torch.no_grad():
+                with recorded(node).fake_mode, enable_python_dispatcher(), torch.no_grad():  # for symbolic sizes
                     new = torch.add(*args, **kwargs)
                 if are_interchangeable(new, value):
                     node.op, node.target = "call_function", torch.add
             if node.target is not torch.add:
                 logger.debug("%s stays in place: an input, another reader or a mode has its tensor", node.name)
         storages = _storages(node)
-        for each in (None,) if storages is None and is_call(node) else storages or ():
+        for each in (None,) if storages is None else storages:
             first.setdefault(each, node)
             reader[each] = max([reader.get(each, node), *node.users])
         if is_call(node) and _MODE.search(operation(node)):
@@ -196,7 +199,14 @@ def _written(node: Node) -> list[Node]:
 
 def _storages(node: Node) -> set[int] | None:
     """Return the storages of a node's tensors, or None if a value is of an unknown kind."""
-    leaves = tree_leaves(recorded(node))
-    if not all(isinstance(leaf, (Tensor, str, type(None), *_NUMBERS)) for leaf in leaves):
-        return None
-    return {t.untyped_storage()._cdata for t in leaves if type(t) is FakeTensor and t.layout is torch.strided}
+    leaves, found = tree_leaves(recorded(node)), set()
+    while leaves:
+        leaf = leaves.pop()
+        if type(leaf) is FakeTensor and leaf.layout is torch.strided:
+            found.add(leaf.untyped_storage()._cdata)
+        elif is_traceable_wrapper_subclass(leaf):  # such as a jagged tensor, or DTensor, whose mesh is no tensor
+            inner = (getattr(leaf, name) for name in leaf.__tensor_flatten__()[0])
+            leaves += (each for each in inner if isinstance(each, Tensor))
+        elif not isinstance(leaf, (str, type(None), *_NUMBERS)):
+            return None
+    return found

@@ -282,6 +282,47 @@ def test_sums_that_stay_in_place_are_named(caplog):
     assert "add_ stays in place" in caplog.text
 
 
+OFFSETS = torch.tensor([0, 2, 6])
+jagged = torch.nested.nested_tensor_from_jagged
+
+
+def sum_in_place_of_values(x, r):
+    """The memory of the sum is that of an input."""
+    values = x.values()
+    values += r
+    return norm(values)
+
+
+def nested_tensor_of_a_sum(x, r):
+    """A nested tensor reads the sum."""
+    total = x * 2
+    nested = jagged(total, OFFSETS)
+    total += r
+    return norm(total), (nested * 1).values()
+
+
+def vmap_over_a_sum(x, r):
+    """The batched tensor in vmap reads the sum."""
+
+    def add_and_double(row):
+        total.add_(r)
+        return row * 2
+
+    total = x * 2
+    return norm(total), torch.vmap(add_and_double)(total)
+
+
+@pytest.mark.parametrize("function", [sum_in_place_of_values, nested_tensor_of_a_sum, vmap_over_a_sum])
+def test_sums_whose_memory_a_tensor_of_another_class_reads_stay_in_place(function):
+    results = []
+    for compiled in (function, torch.compile(function, backend=fusion.eager)):
+        values = torch.zeros(6, 8)
+        x = jagged(values, OFFSETS) if function is sum_in_place_of_values else values
+        results.append((compiled(x, torch.ones(6, 8)), values))
+    assert_same(*results)
+    assert not fuse_neighbors.counts
+
+
 def waits(x, r):
     total = x + r
     torch.ops.streams.wait_stream(0, 1)
@@ -508,6 +549,24 @@ def test_exported_programs_are_fused_by_hand(decompose, tmp_path):
         assert_same(each.module()(*others), block(*others))
 
 
+class DropoutAtTheEnd(torch.nn.Module):
+    """Returns a dropout without effect, whose name the program's signature has."""
+
+    def forward(self, x, r):
+        total = x + r
+        return F.dropout(norm(total), training=False), F.dropout(total, training=False), r.to(r.dtype)
+
+
+def test_exported_programs_keep_the_names_of_their_outputs(tmp_path):
+    arguments = randn((2, 3, 8), F64), randn((2, 3, 8), F64)
+    program = exported(DropoutAtTheEnd(), *arguments)
+    assert dict(fuse_neighbors.counts) == ADD
+    program.validate()
+    torch.export.save(program, tmp_path / "program.pt2")
+    for each in (program, torch.export.load(tmp_path / "program.pt2")):
+        assert_same(each.module()(*arguments), DropoutAtTheEnd()(*arguments))
+
+
 def test_graphs_of_other_operators_are_left(log):
     x = torch.randn(2, 3, 8)
     with trace_as("aten"):
@@ -650,6 +709,7 @@ def test_unflatten_where_a_call_would_split_a_module():
             "t = x + r; y = norm(t); states = torch.zeros(2, *t.shape, dtype=t.dtype); states[0] = t; return y, states",
             ADD,
         ),
+        ("norm(x, weight=w, bias=b) * s + h", MODULATE),
         ("y = norm(x); n = y.shape[1]; return y * (1 + x.detach())[:, :n]", None),
     ],
 )
