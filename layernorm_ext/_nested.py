@@ -83,6 +83,13 @@ def _check_components(name: str, tensor: Any, input: Any) -> None:
             f"Expected {name} to be nested as input is, with components of the same sizes, but got {name} of "
             f"size{_sizes(tensor)} and input of size{_sizes(input)}"
         )
+    # Shapes of jagged tensors with holes are equal if the lengths are, wherever the components begin.
+    has_holes = tensor is not None and tensor.layout == torch.jagged and tensor.lengths() is not None
+    if has_holes and not torch.equal(tensor.offsets(), input.offsets()):
+        raise RuntimeError(
+            f"Expected {name} with lengths to have the offsets of input, but got {name} with offsets "
+            f"{tensor.offsets().tolist()} and input with offsets {input.offsets().tolist()}"
+        )
 
 
 def _sizes(tensor: Tensor) -> list[Any]:
@@ -180,4 +187,5 @@ def _as_nested(result: Any, like: Any) -> Tensor:
     if like.layout != torch.jagged:
         return torch.nested.as_nested_tensor(result, dtype=like.dtype)
     values = torch.cat(result, like._ragged_idx - 1) if isinstance(result, list) else result
-    return torch.nested.nested_tensor_from_jagged(values, like.offsets(), like.lengths(), like._ragged_idx)
+    seqlens = like._maybe_min_seqlen, like._maybe_max_seqlen  # known ones spare attention a wait for the GPU
+    return torch.nested.nested_tensor_from_jagged(values, like.offsets(), like.lengths(), like._ragged_idx, *seqlens)
