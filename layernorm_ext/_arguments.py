@@ -1,4 +1,4 @@
-"""The types of arguments, with torch's errors, and the names of arguments in errors."""
+"""Checks the types of arguments with torch's errors, and names the arguments in errors."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-# The operators' arguments that have another name in some public functions.
+# The names of the operators' arguments in the adaptive functions; input_scale is called gate in all functions.
 _PUBLIC_NAMES = {"weight": "scale", "bias": "shift", "input_scale": "gate"}
 
 
 def describe_name(argument: str, zero_centered_weight: bool) -> str:
-    """Return an operator's argument with its public name, as csrc/ops/checks.cpp does."""
-    has_other = argument == "input_scale" or zero_centered_weight
-    return f"{argument} ({_PUBLIC_NAMES[argument]})" if has_other and argument in _PUBLIC_NAMES else argument
+    """Return an operator's argument for an error, with its public name if that may differ, as csrc/ops/checks.cpp does.
+
+    The adaptive functions have a zero-centered weight, as other functions may.
+    """
+    may_differ = argument in _PUBLIC_NAMES and (argument == "input_scale" or zero_centered_weight)
+    return f"{argument} ({_PUBLIC_NAMES[argument]})" if may_differ else argument
 
 
 def check_types(
     name: str, tensors: Mapping[str, Any], required: Iterable[str], flags: Mapping[str, Any], num_groups: Any
 ) -> None:
-    """Raise torch's error if an argument of the function of this name has a wrong type."""
+    """Raise torch's error if an argument of the public function called ``name`` has a wrong type."""
     for argument, tensor in tensors.items():
         if not isinstance(tensor, Tensor) and (argument in required or tensor is not None):
             raise _type_error(name, argument, "Tensor", tensor)
@@ -38,12 +41,12 @@ def check_types(
 
 
 def as_numbers(name: str, normalized_shape: Any, eps: Any) -> tuple[Sequence[int], float]:
-    """Return the numbers that operators take, or raise torch's errors for arguments of wrong types."""
+    """Return normalized_shape and eps as the operators take them, or raise torch's errors for wrong types."""
     if is_dynamo_compiling():
         if eps is None:
             raise _type_error(name, "eps", "float", eps)
-        # Operators take numbers that the tracer knows. This test makes torch.compile break its graph before it calls
-        # one with the item of a tensor, as torch's functions do.
+        # If eps is the item of a tensor, which operators cannot take in a graph, this comparison makes torch.compile
+        # break the graph before the call, as it does for torch's functions.
         return normalized_shape, 0.0 if eps == 0 else eps
     if not isinstance(normalized_shape, (tuple, list)):
         raise _type_error(name, "normalized_shape", "tuple of ints", normalized_shape)
@@ -73,8 +76,11 @@ def _type_name(value: object) -> str:
 
 
 def _type_error(name: str, argument: str, expected: str, *value: object) -> TypeError:
-    """Return the error of torch's parser, with the argument's name and position in the public function."""
-    from . import functional
+    """Return the error of torch's parser, with the argument's name and position in the public function.
+
+    ``value`` is the refused argument, unless ``expected`` describes it.
+    """
+    from . import functional  # which imports this module
 
     position = ""
     if not is_dynamo_compiling():

@@ -17,25 +17,26 @@ from ._nested import norm_nested
 
 def has_nested(*arguments: object) -> bool:
     """Return whether an argument is a nested tensor."""
-    with torch._C.DisableTorchFunctionSubclass():  # do not call the override for is_nested
+    with torch._C.DisableTorchFunctionSubclass():  # otherwise is_nested would call the override of a subclass
         return any(isinstance(argument, Tensor) and argument.is_nested for argument in arguments)
 
 
 def override(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Call the overrides (__torch_function__) of a function's arguments and of active modes.
 
-    The options that are False are left out, because an override may know only those of torch.
+    The options that are False are left out, because an override may know only those of torch's function.
     """
     values = (*arguments, *options.values())
     if has_nested(*values) and not torch._C._is_torch_function_mode_enabled():
-        with torch._C.DisableTorchFunctionSubclass():  # it would take the function for torch's of the same name
+        # The override of jagged tensors would call torch's function of the same name instead.
+        with torch._C.DisableTorchFunctionSubclass():
             return function(*arguments, **options)
     options = {name: value for name, value in options.items() if value is not False}
     return handle_torch_function(function, values, *arguments, **options)
 
 
 def default_eps(input: Any) -> float:
-    """Return the eps of RMSNorm if it is absent: the machine epsilon of the accumulation type."""
+    """Return the eps of an RMSNorm without one, as in torch: the machine epsilon of the accumulation type."""
     return 2.0**-52 if getattr(input, "dtype", None) == torch.float64 else 2.0**-23
 
 
@@ -57,7 +58,7 @@ def norm(
     residual: Tensor | None = None,
     gate: Tensor | None = None,
     input_scale: Tensor | None = None,
-    inplace: bool | None = None,
+    inplace: bool = False,
     rms: bool = False,
     zero_centered_weight: bool = False,
     memory_efficient: bool = False,
@@ -66,11 +67,11 @@ def norm(
     sigmoid: bool = False,
     gate_first: bool = False,
 ) -> Any:
-    """Compute the public function of this name. The other arguments are the operators'.
+    """Compute the public function called ``name``. The other arguments are the operators', so that a scale is a weight.
 
-    ``normalized_shape`` is empty for images, and ``inplace`` is None for functions without a residual. The public
-    functions call the C++ function of this name and signature (csrc/python.cpp), which calls this one for arguments
-    that are not the usual ones, and while a tracer records operators.
+    ``normalized_shape`` is empty for images. The public functions call the C++ function of this name and signature
+    (csrc/python.cpp), which calls this one for nested tensors and other unusual arguments, and while a tracer records
+    operators.
     """
     tensors: dict[str, Any] = {
         "residual": residual,
@@ -87,11 +88,10 @@ def norm(
         "sigmoid": sigmoid,
         "gate_first": gate_first,
     }
-    required = ("input",) if inplace is None else ("input", "residual")
-    all_flags = {**flags, "inplace": False if inplace is None else inplace}
-    check_types(name, {"input": input, **tensors}, required, all_flags, num_groups)
+    required = ("input", "residual") if name.startswith("add_") else ("input",)
+    check_types(name, {"input": input, **tensors}, required, flags | {"inplace": inplace}, num_groups)
     normalized_shape, eps = as_numbers(name, normalized_shape, eps)
-    # Defaults are left out, because they take time in each call of a graph.
+    # A default that a graph passes to the operator would cost time in each call.
     options: dict[str, Any] = {flag: True for flag, value in flags.items() if value}
     if num_groups != 1:
         options["num_groups"] = num_groups
@@ -102,9 +102,10 @@ def norm(
         normalized_shape = () if input.is_nested else input.shape[1:2]
     normalized_shape = tracing.constant_sizes(normalized_shape)
     records_aten = tracing.records_aten()
-    if records_aten or has_nested(input, *tensors.values()):  # which the operators would refuse by their own error
+    # Without this check, the dispatcher would refuse nested tensors with an error that names no argument.
+    if records_aten or has_nested(input, *tensors.values()):
         tracing.check(input, normalized_shape, **tensors, **options)
-    options["inplace"] = bool(inplace)
+    options["inplace"] = inplace
     function = tracing.norm if records_aten else _call_operator
     output, total = function(input, normalized_shape, eps, **tensors, **options)
     return output if residual is None else (output, total)
@@ -123,9 +124,10 @@ def _call_operator(
     inplace: bool,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output, and the sum with a residual, of the operator that has the tensors of a call."""
+    """Return the output, and the sum with a residual, of the operator that takes the given tensors."""
     arguments = (input, normalized_shape, weight, bias, eps)
-    ops = torch.ops.layernorm  # torch.compile cannot choose an overload if sizes are symbolic
+    ops = torch.ops.layernorm
+    # Each call names its overload, because torch.compile cannot choose one if sizes are symbolic.
     if inplace:
         return ops.forward_.fused(*arguments, residual, input_scale, **options)[0], residual
     if residual is None and gate is None and input_scale is None:

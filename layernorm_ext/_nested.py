@@ -1,6 +1,7 @@
-"""Nested tensors, which torch's functions accept, and for which no operator exists here.
+"""The functions for nested tensors, which this package's operators do not take.
 
-Their components are normalized by the functions for other tensors, except over a ragged dimension in a graph.
+Other tensors are normalized instead: all values of a jagged tensor, or each component. In a compiled graph, operators
+of aten normalize over a ragged dimension.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def norm_nested(
     eps: float,
     tensors: Mapping[str, Any],
     *,
-    inplace: bool | None,
+    inplace: bool,
     **options: Any,
 ) -> Any:
     """Normalize a nested tensor by ``norm``, which takes the same arguments for other tensors.
@@ -44,17 +45,17 @@ def norm_nested(
 
     residual = nested["residual"]
     if over_ragged and torch.compiler.is_compiling():  # torch.compile does not know the number of components
-        # The other options need a weight or a gate, which are refused, or have no effect on values (memory_efficient).
+        # The other options have no effect: they need a weight or a gate, which are refused, or are memory_efficient.
         results = _norm_over_ragged(input, normalized_shape, eps, residual, options.get("rms", False), inplace)
     else:
         norm = partial(norm, eps=eps, inplace=inplace, **parameters, **options)
-        norm_parts = _norm_values if jagged and not over_ragged else _norm_components
+        norm_all = _norm_values if jagged and not over_ragged else _norm_components
         given = {name: tensor for name, tensor in nested.items() if tensor is not None}
-        results = norm_parts(norm, input, normalized_shape, given)
+        results = norm_all(norm, input, normalized_shape, given)
     if residual is None:
-        return _gather(results, input)
+        return _as_nested(results, input)
     output, total = results
-    return _gather(output, input), residual if inplace else _gather(total, input)
+    return _as_nested(output, input), residual if inplace else _as_nested(total, residual)
 
 
 def _check_shapes(input: Any, normalized_shape: Sequence[int], parameters: Mapping[str, Tensor | None]) -> None:
@@ -82,6 +83,13 @@ def _check_components(name: str, tensor: Any, input: Any) -> None:
             f"Expected {name} to be nested as input is, with components of the same sizes, but got {name} of "
             f"size{_sizes(tensor)} and input of size{_sizes(input)}"
         )
+    # Shapes of jagged tensors with holes are equal if the lengths are, wherever the components begin.
+    has_holes = tensor is not None and tensor.layout == torch.jagged and tensor.lengths() is not None
+    if has_holes and not torch.equal(tensor.offsets(), input.offsets()):
+        raise RuntimeError(
+            f"Expected {name} with lengths to have the offsets of input, but got {name} with offsets "
+            f"{tensor.offsets().tolist()} and input with offsets {input.offsets().tolist()}"
+        )
 
 
 def _sizes(tensor: Tensor) -> list[Any]:
@@ -97,7 +105,7 @@ def _check_over_ragged(
     gate: Any,
     num_groups: int,
 ) -> None:
-    """Refuse what a norm over the ragged dimension lacks: groups, a gate, parameters, and an input with holes."""
+    """Refuse what a norm over the ragged dimension does not support: groups, gates, parameters, inputs with holes."""
     if num_groups != 1:
         raise RuntimeError(
             "Expected num_groups to be 1 where the ragged dimension is normalized, but got num_groups = "
@@ -122,7 +130,7 @@ def _check_over_ragged(
         )
 
 
-# The functions below return the output or, with a residual, output and sum, in the parts that _gather() takes.
+# The functions below return the output or, with a residual, output and sum, each as _as_nested() takes it.
 
 
 def _norm_values(
@@ -140,17 +148,17 @@ def _norm_components(
     components = {name: tensor.unbind() for name, tensor in nested.items()}
     results = []
     for i, x in enumerate(input.unbind()):
-        shape = x.shape[-dims:] if jagged else normalized_shape
-        results.append(norm(x, shape, **{name: parts[i] for name, parts in components.items()}))
+        shape = x.shape[-dims:] if jagged else normalized_shape  # a size that is ragged differs in each component
+        results.append(norm(x, shape, **{name: tensors[i] for name, tensors in components.items()}))
     return ([result[i] for result in results] for i in range(2)) if "residual" in nested else results
 
 
 def _norm_over_ragged(
-    input: Any, normalized_shape: Sequence[int], eps: float, residual: Any, rms: bool, inplace: bool | None
+    input: Any, normalized_shape: Sequence[int], eps: float, residual: Any, rms: bool, inplace: bool
 ) -> Any:
     """Normalize over dimensions that include the ragged one, by aten's operators and with torch's precision."""
     values, lengths, ragged_dim = input.values(), input.offsets().diff(), input._ragged_idx - 1
-    x, total = values.contiguous(), None  # and so are the sum and the output
+    x, total = values.contiguous(), None  # so that sum and output are contiguous, too
     if residual is not None:
         x = x + residual.values()
         total = residual.values().copy_(x) if inplace else x
@@ -160,6 +168,7 @@ def _norm_over_ragged(
     component = torch.repeat_interleave(components, lengths, output_size=x.size(ragged_dim))
 
     def mean(t: Tensor) -> Tensor:
+        """Return the mean of each component, repeated for its elements of the ragged dimension."""
         for dim in dims:
             t = t if dim == ragged_dim else t.mean(dim, keepdim=True)
         sizes = [lengths.size(0) if dim == ragged_dim else size for dim, size in enumerate(t.shape)]
@@ -173,9 +182,10 @@ def _norm_over_ragged(
     return output if residual is None else (output, total)
 
 
-def _gather(parts: Any, input: Any) -> Tensor:
-    """Return a nested tensor like the input from its values, or from its components."""
-    if input.layout != torch.jagged:
-        return torch.nested.as_nested_tensor(parts)
-    values = torch.cat(parts, input._ragged_idx - 1) if isinstance(parts, list) else parts
-    return torch.nested.nested_tensor_from_jagged(values, input.offsets(), input.lengths(), input._ragged_idx)
+def _as_nested(result: Any, like: Any) -> Tensor:
+    """Return a nested tensor, of the layout and dtype of another one, from its values or from a list of components."""
+    if like.layout != torch.jagged:
+        return torch.nested.as_nested_tensor(result, dtype=like.dtype)
+    values = torch.cat(result, like._ragged_idx - 1) if isinstance(result, list) else result
+    seqlens = like._maybe_min_seqlen, like._maybe_max_seqlen  # known ones spare attention a wait for the GPU
+    return torch.nested.nested_tensor_from_jagged(values, like.offsets(), like.lengths(), like._ragged_idx, *seqlens)

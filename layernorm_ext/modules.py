@@ -44,13 +44,13 @@ def describe_options(module: torch.nn.Module) -> str:
     return "".join(f", {option}={value!r}" for option, value in options_of(module).items())
 
 
-def _factor_of(weight: Tensor | None, zero_centered: bool) -> Tensor | None:
-    """Return the factor that torch's functions take, for torch.jit.script."""
+def _weight_for_torch(weight: Tensor | None, zero_centered: bool) -> Tensor | None:
+    """Return the weight that torch's functions need for the same output, for torch.jit.script."""
     return weight + 1 if zero_centered and weight is not None else weight
 
 
 class _Options(torch.nn.Module):
-    """The part of LayerNorm and RMSNorm that depends on the options that torch's layers lack."""
+    """The methods of LayerNorm and RMSNorm that depend on options that torch's layers lack."""
 
     zero_centered_weight = False
 
@@ -128,7 +128,7 @@ class LayerNorm(_Options, torch.nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize ``input``, of dtype float64, float32, float16 or bfloat16."""
         if is_scripting():
-            weight = _factor_of(self.weight, self.zero_centered_weight)
+            weight = _weight_for_torch(self.weight, self.zero_centered_weight)
             return torch.nn.functional.layer_norm(input, self.normalized_shape, weight, self.bias, self.eps)
         return layer_norm(
             input,
@@ -141,9 +141,9 @@ class LayerNorm(_Options, torch.nn.LayerNorm):
         )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Rename aliases, unless the parameter also has its own name; the alias is then an unexpected key.
+        """Rename aliases in the state, unless it also has the parameter's own name; the alias is then unexpected.
 
-        The name of a subclass's own parameter or buffer is no alias.
+        The name of a parameter or buffer that a subclass adds is no alias.
         """
         own = self._parameters.keys() | self._buffers.keys()
         for name, aliases in _ALIASES.items():
@@ -184,7 +184,7 @@ class RMSNorm(_Options, torch.nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x``, of dtype float64, float32, float16 or bfloat16. The name is torch's."""
         if is_scripting():
-            weight = _factor_of(self.weight, self.zero_centered_weight)
+            weight = _weight_for_torch(self.weight, self.zero_centered_weight)
             return torch.nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
         return rms_norm(x, self.normalized_shape, self.weight, self.eps, zero_centered_weight=self.zero_centered_weight)
 
@@ -231,7 +231,7 @@ class LayerNorm2d(LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize ``input``, of dtype float64, float32, float16 or bfloat16."""
         if is_scripting():
-            weight, rows = _factor_of(self.weight, self.zero_centered_weight), input.movedim(1, -1)
+            weight, rows = _weight_for_torch(self.weight, self.zero_centered_weight), input.movedim(1, -1)
             rows = torch.nn.functional.layer_norm(rows, self.normalized_shape, weight, self.bias, self.eps)
             return _images_like(input, rows)
         _check_channels(input, self.normalized_shape[0])
@@ -273,7 +273,7 @@ class RMSNorm2d(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x``, of dtype float64, float32, float16 or bfloat16."""
         if is_scripting():
-            weight, rows = _factor_of(self.weight, self.zero_centered_weight), x.movedim(1, -1)
+            weight, rows = _weight_for_torch(self.weight, self.zero_centered_weight), x.movedim(1, -1)
             return _images_like(x, torch.nn.functional.rms_norm(rows, self.normalized_shape, weight, self.eps))
         _check_channels(x, self.normalized_shape[0])
         return rms_norm_2d(x, self.weight, self.eps, zero_centered_weight=self.zero_centered_weight)
@@ -294,7 +294,7 @@ def _images_like(input: Tensor, rows: Tensor) -> Tensor:
 
 
 def _check_channels(input: Tensor, num_channels: int) -> None:
-    # torch.fx passes a proxy, which control flow must not depend on.
+    # The proxies of torch.fx have no sizes to compare.
     if isinstance(input, Tensor) and input.dim() >= 2 and constant_sizes([input.size(1)]) != [num_channels]:
         raise RuntimeError(f"Expected input of shape [N, {num_channels}, *], but got input of size{list(input.shape)}")
 
@@ -357,19 +357,18 @@ class LazyLayerNorm(LazyModuleMixin, LayerNorm):
             super().reset_parameters()
 
     def initialize_parameters(self, input: Tensor) -> None:
-        """Take ``normalized_shape`` from ``input``; create parameters, unless a ``state_dict`` was loaded."""
+        """Take ``normalized_shape`` from ``input``; create the parameters that no ``state_dict`` has set."""
         if input.dim() < self.dimensions:
             raise RuntimeError(
                 f"Expected an input of at least dimensions={self.dimensions} dimensions, but got input of size"
                 f"{list(input.shape)}"
             )
         self.normalized_shape = tuple(input.shape[-self.dimensions :])
-        if self.has_uninitialized_params():
-            with torch.no_grad():
-                for parameter in self.parameters():
-                    if isinstance(parameter, UninitializedParameter):
-                        parameter.materialize(self.normalized_shape)
-            self.reset_parameters()
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if isinstance(parameter, UninitializedParameter):
+                    parameter.materialize(self.normalized_shape)
+                    parameter.fill_(name == "weight" and not self.zero_centered_weight)
         del self.dimensions
 
     def extra_repr(self) -> str:

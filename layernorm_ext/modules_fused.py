@@ -1,6 +1,6 @@
-"""The normalizations that are fused with their neighbors, and so take several inputs, as modules.
+"""The normalizations with a residual, with a scale and shift that are inputs, or with a gate, as modules.
 
-These are a residual, a modulation by inputs, and a gate. Annotations are evaluated, as in modules.py.
+Annotations are evaluated, as in modules.py.
 """
 
 from collections.abc import Sequence
@@ -39,25 +39,26 @@ __all__ = [
 
 
 class TakesSeveralInputs(torch.nn.Module):
-    """A module whose first input is not its only one.
+    """A module with further inputs after the first one, which parallel styles of torch must not drop.
 
-    torch's SequenceParallel replaces all inputs by the first one, which is silently wrong where the others have
-    defaults. This refuses the call instead.
+    The hook of torch's SequenceParallel returns the first input alone, which is silently wrong if the others have
+    defaults. This class makes such a call an error.
     """
 
     def register_forward_pre_hook(self, hook: Any, **options: bool) -> RemovableHandle:
-        """Check the results of the hooks of torch.distributed."""
+        """Register a hook; if torch.distributed defines it, check that it returns all inputs."""
         if is_of_parallel_style(hook) and not options.get("with_kwargs"):
             hook = partial(_checked_inputs, hook)
         return super().register_forward_pre_hook(hook, **options)
 
 
 def is_of_parallel_style(hook: Any) -> bool:
+    """Return whether torch.distributed defines a hook, as those of its parallel styles."""
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
 
 
 def _checked_inputs(hook: Any, module: torch.nn.Module, inputs: tuple[Any, ...]) -> Any:
-    """Return the inputs that a hook gives a module, which it may not leave out."""
+    """Call a hook and return its result, unless this is one of several inputs."""
     results = hook(module, inputs)
     if len(inputs) > 1 and results is not None and not isinstance(results, tuple):
         raise RuntimeError(
@@ -67,7 +68,7 @@ def _checked_inputs(hook: Any, module: torch.nn.Module, inputs: tuple[Any, ...])
     return results
 
 
-@torch.fx.wrap  # symbolic tracing knows no dtypes
+@torch.fx.wrap  # torch.fx records the call, because its proxies have no dtype to compare
 def to_fp32(input: Tensor) -> Tensor:
     """Convert 16-bit numbers to float32."""
     return input if input.dtype == torch.float64 else input.float()
@@ -340,7 +341,7 @@ class AddAdaRMSNorm(AddAdaLayerNorm):
 
 
 def _check_gate_options(normalized_shape: tuple[int, ...], activation: str, num_groups: int) -> None:
-    """Raise the errors that the function raises for these options."""
+    """Raise the errors of gated_layer_norm for these options as ValueErrors."""
     input = torch.empty(normalized_shape, device="meta")
     try:
         gated_layer_norm(input, None, normalized_shape, activation=activation, num_groups=num_groups)

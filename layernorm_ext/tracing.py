@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 
 from ._ops import _C
@@ -16,7 +17,8 @@ from ._ops import _C
 __all__ = ["trace_as"]
 
 _operators: Literal["kernel", "aten"] | None = None
-_last: trace_as | None = None  # the object that has set the choice, until a with statement begins or ends
+# The object whose constructor has just set _operators; a with statement that begins with it need not do so again.
+_last: trace_as | None = None
 
 
 class trace_as:  # noqa: N801  # a context manager, named like torch.set_grad_enabled
@@ -27,8 +29,8 @@ class trace_as:  # noqa: N801  # a context manager, named like torch.set_grad_en
     dtype conversions as the arguments require. Such a graph runs without this package, other tools can read it,
     compilers may fuse the norm with its neighbours, and the results have torch's precision: the error grows with the
     mean, and numbers whose squares overflow (1e20 in float32) give NaN or zero. The strides of the results are those
-    of eager calls, and those of gradients are torch's. ``None`` restores the defaults:
-    ``"kernel"`` for :func:`torch.compile`, whose graphs stay in the process, and ``"aten"`` for
+    of eager calls, and those of gradients are torch's. ``None`` restores the defaults: ``"kernel"`` for
+    :func:`torch.compile` and ``make_fx``, whose graphs stay in the process, and ``"aten"`` for
     :func:`torch.export.export` and :func:`torch.onnx.export`. :func:`torch.jit.trace` always records aten's operators.
 
     A call sets the choice for all threads of the process. A ``with`` statement restores the choice before it at its
@@ -65,7 +67,7 @@ class trace_as:  # noqa: N801  # a context manager, named like torch.set_grad_en
         if operators not in ("kernel", "aten", None):
             raise ValueError(f'Expected operators to be "kernel", "aten" or None, but got {operators!r}')
         self._operators = operators
-        self._previous: list[Literal["kernel", "aten"] | None] = []  # one for each with statement that has not ended
+        self._previous: list[Literal["kernel", "aten"] | None] = []  # a stack: with statements may be nested
         self._set()
 
     def _set(self) -> None:
@@ -88,13 +90,15 @@ class trace_as:  # noqa: N801  # a context manager, named like torch.set_grad_en
 
 def records_aten() -> bool:
     """Return whether an active tracer should record aten's operators."""
-    if torch.jit.is_tracing():  # it cannot record operators with absent results
+    if torch.jit.is_tracing():  # torch.jit cannot record this package's operators, whose results may be None
         return True
-    return _is_exporting() if _operators is None else _operators == "aten" and torch.compiler.is_compiling()
+    if _operators is None:
+        return _is_exporting()
+    return _operators == "aten" and (torch.compiler.is_compiling() or get_proxy_mode() is not None)
 
 
 def _is_exporting() -> bool:
-    return torch.compiler._is_exporting_flag  # in some versions, is_exporting() is also True under torch.compile
+    return torch.compiler._is_exporting_flag  # some versions' is_exporting() is also True under torch.compile
 
 
 def _is_in_torchscript_exporter() -> bool:
@@ -112,14 +116,14 @@ def constant_sizes(sizes: Sequence[int]) -> Sequence[int]:
 
 
 def check(input: Tensor, normalized_shape: Sequence[Any], **arguments: Any) -> None:
-    """Raise the errors that the kernels raise, with the names of the public functions, without a node in the graph."""
-    arguments |= {"eps": 0.0}  # any number is right
+    """Raise the errors that the kernels raise for these arguments, if possible without a node in the graph."""
+    arguments |= {"eps": 0.0}  # which is not checked
     if not torch.compiler.is_dynamo_compiling():
         schema = torch.ops.layernorm.check.default._schema.arguments
-        # The compiled function takes no integers of other libraries.
+        # The C++ function takes no integers of other libraries, such as numpy's.
         sizes = [size if isinstance(size, (int, torch.SymInt, Tensor)) else index(size) for size in normalized_shape]
         _C.check(input, sizes, *(arguments.get(a.name, a.default_value) for a in schema[2:]))
-    elif not _is_exporting():  # an exported program would keep the operator
+    elif not _is_exporting():  # an exported program would keep the operator check
         torch.ops.layernorm.check(input, normalized_shape, **arguments)
 
 
@@ -144,105 +148,115 @@ def norm(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the output, and the sum with a residual, of any member of the family by torch's functions."""
     wide, dims = accumulation_dtype(input), len(normalized_shape)
-    if images:  # [N, C, 1, ...] as [N, C], so that autograd gives the gradient contiguous strides
+    if images:  # view [N, C, 1, ...] as [N, C], so that autograd gives the gradient contiguous strides
         weight, bias = (p if p is None or p.dim() <= 2 else p.flatten(1) for p in (weight, bias))
 
-    def rows(tensor: Tensor | None) -> Any:
-        return tensor if tensor is None else _rows(tensor, input.dim(), dims, images, num_groups)
+    def as_rows(tensor: Tensor | None) -> Any:
+        return tensor if tensor is None else _as_rows(tensor, input.dim(), dims, images, num_groups)
 
-    x, weight, bias, gate, input_scale, added = map(rows, (input, weight, bias, gate, input_scale, residual))
+    x, weight, bias, gate, input_scale, added = map(as_rows, (input, weight, bias, gate, input_scale, residual))
     if num_groups != 1:
         normalized_shape = [normalized_shape[0] // num_groups]
-    factor = None  # of the output
+    output_factor = None
     if gate is not None:
-        factor = torch.sigmoid(cast(gate, wide)) if sigmoid else F.silu(cast(gate, wide))
+        activated = torch.sigmoid(cast(gate, wide)) if sigmoid else F.silu(cast(gate, wide))
         if gate_first:
-            x, factor = cast(x, wide) * factor, None
+            x = cast(x, wide) * activated
+        else:
+            output_factor = activated
     if input_scale is not None:
         x = cast(x, wide) * cast(input_scale, wide)
     total = None
     if residual is not None:
-        # This rounds once, as torch's addition does in 16 bits; onnxruntime cannot add bfloat16.
+        # The sum is rounded once, as torch's addition of 16-bit tensors, which onnxruntime lacks for bfloat16.
         x = cast(cast(x, wide) + cast(added, wide), residual.dtype).contiguous()
         total = residual.copy_(x) if inplace else x
     if weight is not None and zero_centered_weight:
         weight = cast(weight, wide) + 1
-    if factor is None:
+    if output_factor is None:
         output = _norm_rows(x, normalized_shape, weight, bias, eps, rms)
-    else:  # the product is rounded, and the norm before it is not
-        output = _norm_rows(cast(x, wide), normalized_shape, weight, bias, eps, rms) * factor
+    else:  # only the product is rounded to 16 bits
+        output = _norm_rows(cast(x, wide), normalized_shape, weight, bias, eps, rms) * output_factor
     output = cast(output, input.dtype)  # under autocast, torch's functions may return float32
-    return _place_as(input, output, rms, images, num_groups), total
+    return _from_rows(output, input, rms, images, num_groups), total
 
 
 def _norm_rows(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool
 ) -> Tensor:
-    """Normalize the last dimensions; the parameters have these, and maybe batch dimensions.
+    """Normalize the last dimensions; the parameters have these dimensions, and may have batch dimensions before them.
 
-    The result is not rounded to 16 bits, unless all arguments have 16 bits and torch's function computes all of it.
+    The result is in the accumulation dtype, unless all arguments have 16 bits and one function of torch computes it.
     """
-    # torch's functions take neither parameters with batch dimensions nor a bias of RMSNorm.
+    # torch's functions take neither parameters with batch dimensions nor a bias of RMSNorm. Those follow the norm.
     dims, parameters = len(normalized_shape), [parameter for parameter in (weight, bias) if parameter is not None]
-    apart = (rms and bias is not None) or any(parameter.dim() > dims for parameter in parameters)
+    affine_follows = (rms and bias is not None) or any(parameter.dim() > dims for parameter in parameters)
     # torch's kernels for some devices require equal dtypes. After these conversions the output is still rounded once.
-    if apart or any(parameter.dtype != x.dtype for parameter in parameters):
+    if affine_follows or any(parameter.dtype != x.dtype for parameter in parameters):
         x = cast(x, accumulation_dtype(x))
         weight, bias = (None if parameter is None else cast(parameter, x.dtype) for parameter in (weight, bias))
     if rms and _is_in_torchscript_exporter():  # it cannot export aten::rms_norm
-        apart = True
+        affine_follows = True
         last = [-1 - d for d in range(dims)]
         x = cast(x, accumulation_dtype(x))
         output = x * torch.rsqrt((x * x).mean(last, keepdim=True) + eps)
     elif rms:
-        output = F.rms_norm(x, normalized_shape, None if apart else weight, eps)
+        output = F.rms_norm(x, normalized_shape, None if affine_follows else weight, eps)
     else:
-        output = F.layer_norm(x, normalized_shape, *((None, None) if apart else (weight, bias)), eps)
-    if apart:
+        output = F.layer_norm(x, normalized_shape, *((None, None) if affine_follows else (weight, bias)), eps)
+    if affine_follows:
         output = output if weight is None else output * weight
         output = output if bias is None else output + bias
     return output
 
 
-def _place_as(input: Tensor, output: Tensor, rms: bool, images: bool, num_groups: int) -> Tensor:
-    """Return rows with the shape of the input, and with the strides of an eager call."""
+def _from_rows(output: Tensor, input: Tensor, rms: bool, images: bool, num_groups: int) -> Tensor:
+    """Return rows, as _as_rows() makes them, with the shape of the input and the strides of an eager call."""
     channels_last = [0, *range(2, input.dim()), 1]
     if num_groups != 1:
-        output = output.reshape_as(input)  # the older exporter to ONNX would fix the batch size in flatten()
+        output = output.reshape_as(
+            input
+        )  # in flatten(), torch's older ONNX exporter would make the batch size constant
         keeps_format = rms and input.dim() in (4, 5) and _memory_order(input) == channels_last
         output = _in_order(output, channels_last if keeps_format else sorted(channels_last))
     if images:
         output, order = output.movedim(input.dim() - 1, 1), _memory_order(input)
-        if order != channels_last:  # otherwise the output has this order, because its rows are contiguous
+        if order != channels_last:  # which is the order of contiguous rows
             output = _in_order(output, order)
     return output
 
 
-def _rows(tensor: Tensor, dims: int, normalized_dims: int, images: bool, num_groups: int) -> Tensor:
-    """Return a tensor or a parameter of a call with the normalized dimensions last; see csrc/ops/geometry.h."""
+def _as_rows(tensor: Tensor, input_dims: int, normalized_dims: int, images: bool, num_groups: int) -> Tensor:
+    """Return a view of an argument with the normalized dimensions last, after the input's batch dimensions, if any.
+
+    The batch sizes of a parameter belong to the first batch dimensions of the input; see csrc/ops/geometry.h.
+    """
     if tensor.dim() > normalized_dims:
-        while tensor.dim() < dims:
+        while tensor.dim() < input_dims:
             tensor = tensor.unsqueeze(-1 if images else -1 - normalized_dims)
         if images:
-            tensor = tensor.movedim(1, dims - 1)  # torch's older ONNX exporter does not support -1
+            tensor = tensor.movedim(1, input_dims - 1)  # torch's older ONNX exporter does not support -1
     return tensor if num_groups == 1 else tensor.unflatten(-1, (num_groups, tensor.shape[-1] // num_groups))
 
 
 def _memory_order(tensor: Tensor) -> list[int]:
-    """Return the dimensions of ``torch.empty_like(tensor)`` in the order of their strides, the largest first."""
+    """Return the dimensions of ``torch.empty_like(tensor)`` in the order of their strides, the largest first.
+
+    Like torch's, this is an insertion sort from the last dimension on: with strides of 0, the order is not transitive.
+    """
     strides, order = tensor.stride(), list(reversed(range(tensor.dim())))
     if not tensor.is_contiguous():  # otherwise comparisons of symbolic strides would restrict the sizes
         for i in range(1, tensor.dim()):
-            place = i
+            position = i
             for j in reversed(range(i)):
-                inner, outer = strides[order[j]], strides[order[place]]
-                if inner == 0 or outer == 0:  # as in torch, expanded dimensions stay in place
+                inner, outer = strides[order[j]], strides[order[position]]
+                if inner == 0 or outer == 0:  # torch does not move expanded dimensions either
                     continue
                 if inner < outer:
                     break
                 if inner > outer:
-                    order[j], order[place] = order[place], order[j]
-                    place = j
+                    order[j], order[position] = order[position], order[j]
+                    position = j
     return order[::-1]
 
 

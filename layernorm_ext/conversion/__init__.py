@@ -11,7 +11,7 @@ from torch.nn import Module, TransformerEncoder, TransformerEncoderLayer
 
 from . import _candidates
 from ._candidates import Choice, choose, class_name
-from ._comparison import TORCH_LAYERS, SkippedError, shortened
+from ._comparison import TORCH_REPLACEMENTS, SkippedError, shortened
 from ._converted import is_ours
 
 __all__ = ["ConversionReport", "convert", "converted", "register_conversion", "revert"]
@@ -86,14 +86,15 @@ def convert(model: Module) -> ConversionReport:
     """
     report = ConversionReport()
     modules = _named_modules(model)
-    known: dict[Hashable, Choice | SkippedError] = {}  # for each kind of layer
-    choices = [choose(module, known) for _, module in modules]
-    for (name, module), choice in zip(modules, choices, strict=True):  # afterwards, so that an error changes nothing
+    cached: dict[Hashable, Choice | SkippedError] = {}  # equal layers are compared once
+    choices = [choose(module, cached) for _, module in modules]
+    # The first class changes after the last comparison, so that an error in one leaves the model as it is.
+    for (name, module), choice in zip(modules, choices, strict=True):
         if choice is not None:
             cls = class_name(type(module))
             result = _become(module, choice) if isinstance(choice, Choice) else choice
             if isinstance(result, Choice):
-                report.replaced[name] = f"{cls} by {result.text}"
+                report.replaced[name] = f"{cls} by {result.description}"
             else:
                 report.skipped[name] = f"{cls}: {result}"
     for name, module in modules:
@@ -189,17 +190,26 @@ def _named_modules(model: Module) -> list[tuple[str, Module]]:
 # Changes to a module
 
 
-# Attributes that convert() sets. Copies of the module have them, too.
-_ORIGINAL = "_converted_from"  # the class; of foreign layers, it is an attribute of the new class
-_FAST_PATH = "_fast_path"  # the name and the value of the attribute that enabled it
+# Names of the attributes that convert() sets. Copies of a module have them, too.
+_ORIGINAL = "_converted_from"  # the class before, in torch's layers; in other layers, an attribute of the new class
+_FAST_PATH = "_fast_path"  # the name and the value of the encoder's attribute that enabled its fast path
 
 
 def _is_changed(module: Module) -> bool:
+    """Return whether convert() has changed the class of a module, or disabled its fast path."""
     return _FAST_PATH in vars(module) or _original(module) is not None
 
 
 def _original(module: Module) -> type[Module] | None:
+    """Return the class that a module had before convert(), or None if convert() has not changed it."""
     return vars(module).get(_ORIGINAL, getattr(type(module), _ORIGINAL, None))
+
+
+def _converted_class(module: Module) -> type[Module] | None:
+    """Return the class that convert() gave a module; parametrizations and FSDP derive another one from it."""
+    if _ORIGINAL in vars(module):
+        return TORCH_REPLACEMENTS[vars(module)[_ORIGINAL]]
+    return next((cls for cls in type(module).__mro__ if _ORIGINAL in vars(cls)), None)
 
 
 def _become(module: Module, choice: Choice) -> Choice | SkippedError:
@@ -209,13 +219,13 @@ def _become(module: Module, choice: Choice) -> Choice | SkippedError:
         module.__class__ = choice.cls
     except Exception as error:  # a class may refuse to change
         return SkippedError(f"its class cannot change: {shortened(error)}")
-    if original in TORCH_LAYERS:
+    if choice.cls in TORCH_REPLACEMENTS.values():
         vars(module)[_ORIGINAL] = original
     return choice
 
 
 def _disable_fast_path(report: ConversionReport, name: str, module: Any) -> None:
-    """Set the attribute of an encoder or its layer that enables the fast path, if that would leave out our norms."""
+    """Disable the fast path of a transformer encoder or of its layer, which would not call replaced norms."""
     cls, attribute, off = type(module), "", None
     try:
         if issubclass(cls, TransformerEncoderLayer) and _calls_ours(module):
@@ -227,20 +237,20 @@ def _disable_fast_path(report: ConversionReport, name: str, module: Any) -> None
             setattr(module, attribute, off)
             vars(module)[_FAST_PATH] = attribute, value
             report.fast_paths[name] = f"{class_name(cls)}.{attribute} = {off}"
-    except Exception as error:  # from a subclass
+    except Exception as error:  # a subclass may raise anything
         report.skipped[name] = f"{class_name(cls)}: {shortened(error)}"
 
 
 def _restore(modules: Iterable[tuple[str, Module]]) -> None:
     modules = list(modules)
     for name, module in modules:
-        expected = [cls for cls in type(module).__mro__ if cls in TORCH_LAYERS.values() or _ORIGINAL in vars(cls)]
-        if _original(module) is not None and type(module) is not expected[0]:
+        expected = _converted_class(module)
+        if expected is not None and type(module) is not expected:
             raise RuntimeError(
-                f"Expected {name or 'the model'} to be a {class_name(expected[0])}, as convert has left it, but got a "
+                f"Expected {name or 'the model'} to be a {class_name(expected)}, as convert has left it, but got a "
                 f"{class_name(type(module))}; undo that change first"
             )
-        if _original(module) is not None and _has_foreign_forward(module):
+        if expected is not None and _has_foreign_forward(module):
             raise RuntimeError(
                 f"Expected {name or 'the model'} to have the forward of its class, as convert has left it, but got "
                 f"another, as hooks of accelerate set it; undo that change first"
@@ -250,13 +260,15 @@ def _restore(modules: Iterable[tuple[str, Module]]) -> None:
         if original is not None:
             module.__class__ = original
             vars(module).pop(_ORIGINAL, None)
-            vars(module).pop("forward", None)  # that of the converted class, which hooks leave behind
+            # accelerate leaves the converted class's forward on the module when it removes its hooks.
+            vars(module).pop("forward", None)
         attribute, value = vars(module).pop(_FAST_PATH, ("", None))
-        if attribute and not getattr(module, attribute):
+        if attribute and not getattr(module, attribute):  # otherwise it has been enabled since
             setattr(module, attribute, value)
 
 
 def _has_foreign_forward(module: Module) -> bool:
+    """Return whether a module has a forward of its own that is not the method of its class."""
     forward: Any = vars(module).get("forward")
     is_of_class = getattr(forward, "__self__", None) is module and forward.__func__ is type(module).forward
     return forward is not None and not is_of_class

@@ -1,4 +1,4 @@
-"""Chooses the replacement of a module: the candidates are the layers that its attributes describe."""
+"""Chooses the replacement of a module among the candidates, the layers that its attributes describe."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from .. import _build_info
 from ..modules import LayerNorm, LayerNorm2d, RMSNorm, RMSNorm2d, options_of
 from ..modules_fused import GatedLayerNorm, GatedRMSNorm, is_of_parallel_style
 from ._comparison import (
-    ACTIVATION,
-    TORCH_LAYERS,
+    KNOWN_CHILDREN,
+    TORCH_REPLACEMENTS,
     Comparison,
     SkippedError,
     first_tensor,
     full_shape,
-    has_activation,
+    has_only_known_children,
     shortened,
     takes_gate,
 )
-from ._converted import FUNCTIONS, Norm, converted_class, is_ours, num_groups, sizes
+from ._converted import FUNCTIONS, NormSpec, as_sizes, converted_class, is_ours, num_groups
 
 Build = Callable[[Any], LayerNorm | RMSNorm]
 
 REGISTRY: dict[type[Module] | str, Build | None] = {torch.nn.LayerNorm: None, torch.nn.RMSNorm: None}
 
-# Further candidates are the classes of these packages whose names match _NAME; a comparison of results decides. Remote
+# Besides registered classes, convert() tries to replace the classes of these packages whose names match _NAME. Remote
 # code of transformers is in transformers_modules.
 _PACKAGES = re.compile(
     "chronos|clip|diffusers|esm|k_diffusion|kokoro|kornia|lavis|litgpt|open_clip|rfdetr|sam2|segment_anything|"
@@ -45,11 +45,12 @@ _PACKAGES = re.compile(
 )
 _NAME = re.compile("(layer|rms)_?norm", re.IGNORECASE)
 
-# Names of the attributes of candidates. A class that has none for eps may be based on torch.nn.functional.normalize.
+# Names of a module's attributes. A class that has none for eps may be based on torch.nn.functional.normalize.
 _EPS = ("eps", "variance_epsilon")
 _SHAPE = "normalized_shape"
-_GROUPS = ("group_size", "n_groups", "num_groups")  # the width of a group, or the number of groups
+_GROUPS = ("group_size", "n_groups", "num_groups")  # group_size is the width of a group, the others their number
 
+# The devices on which the replacements of modules can run; a module on the meta device gets another one later.
 _DEVICES = {"cpu", "meta", "cuda"} if _build_info.with_cuda else {"cpu", "meta"}
 
 
@@ -57,8 +58,8 @@ def class_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _builds(cls: type) -> list[Build | None]:
-    """Return the functions registered for a class, or an empty list; the last one applies."""
+def _registered_builds(cls: type) -> list[Build | None]:
+    """Return what is registered for a class: functions, or None to try all layers. The last one applies."""
     if cls in REGISTRY:
         return [REGISTRY[cls]]
     name = class_name(cls)
@@ -73,55 +74,55 @@ def _is_normalization(module: Module) -> bool:
         return False
     if issubclass(cls, tuple(key for key in REGISTRY if isinstance(key, type))):
         return True
-    if not has_activation(module):  # a block that is named after the layer in it
+    if not has_only_known_children(module):  # a block that contains a norm, and is named after it
         return False
-    return any(map(_builds, cls.__mro__)) or _NAME.search(cls.__name__) is not None
+    return any(map(_registered_builds, cls.__mro__)) or _NAME.search(cls.__name__) is not None
 
 
 _MODULE_ATTRIBUTES = frozenset(vars(Module()))
 
 
-def _kind(module: Module) -> Hashable:
+def _comparison_key(module: Module) -> Hashable:
     """Return a key that modules share if they compute the same for all values of their parameters.
 
-    Only numbers, strings and the like are compared, because other objects may compare as they like.
+    Attributes of other types than _COMPARED_BY_VALUE are compared by identity, because their ``==`` may do anything.
     """
-    attributes = [(name, _key(value)) for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES]
+    attributes = [(name, _comparable(value)) for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES]
     parameters = [(name, p.shape, getattr(p, "ds_shape", None), p.device) for name, p in module.named_parameters()]
     buffers = [(name, id(buffer)) for name, buffer in module._buffers.items()]
     children: Iterable[Hashable] = module._modules
-    if not has_activation(module):
+    if not has_only_known_children(module):
         children = [(name, id(child)) for name, child in module._modules.items()]
-    kind: tuple[Any, ...] = (type(module), module.training, *module._parameters)
-    return *kind, *buffers, *children, *attributes, *parameters
+    key: tuple[Any, ...] = (type(module), module.training, *module._parameters)
+    return *key, *buffers, *children, *attributes, *parameters
 
 
-def _key(value: object) -> Hashable:
+def _comparable(value: object) -> Hashable:
     if isinstance(value, tuple):
-        return type(value), *map(_key, value)
-    return (type(value), value) if type(value) in _COMPARABLE else id(value)
+        return type(value), *map(_comparable, value)
+    return (type(value), value) if type(value) in _COMPARED_BY_VALUE else id(value)
 
 
-_COMPARABLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+_COMPARED_BY_VALUE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class Choice(NamedTuple):
     """The class that a module should get, and the ``repr`` of this package's layer that computes the same."""
 
     cls: type[Module]
-    text: str
+    description: str
 
 
-def choose(module: Module, known: dict[Hashable, Choice | SkippedError]) -> Choice | SkippedError | None:
-    """Return the class that a module should get, or the reason why there is none.
+def choose(module: Module, cached: dict[Hashable, Choice | SkippedError]) -> Choice | SkippedError | None:
+    """Return the class that a module should get, or the reason why it keeps its own.
 
-    ``known`` has the choices for kinds of modules. For modules that are no normalization layers, the result is None.
+    The result is None for a module that is no normalization layer. ``cached`` has the results by comparison key.
     """
     try:
         if not _is_normalization(module):
             return None
-        kind = _kind(module)
-        if kind not in known:
+        key = _comparison_key(module)
+        if key not in cached:
             with (
                 _disable_current_modes(),  # of fake tensors, for example
                 torch.inference_mode(False),
@@ -129,12 +130,12 @@ def choose(module: Module, known: dict[Hashable, Choice | SkippedError]) -> Choi
                 torch.autocast("cpu", enabled=False),
                 warnings.catch_warnings(action="ignore"),  # torch's RMSNorm warns of dtypes without a fused kernel
             ):
-                known[kind] = _choice(module)
-        return known[kind]
+                cached[key] = _first_equal_candidate(module)
+        return cached[key]
     except _BuildError:
         raise
     except SkippedError as reason:
-        known[kind] = reason
+        cached[key] = reason
         return reason
     except Exception as error:  # foreign code may raise anything
         return SkippedError(shortened(error))
@@ -145,11 +146,11 @@ class _BuildError(TypeError):
 
 
 def _checked_builds(module: Module) -> list[Build | None]:
-    """Return the functions registered for a module, after a check that its class decides what it computes."""
+    """Return what is registered for the class of a module, after a check that it has the forward of this class."""
     cls = type(module)
     if any(base.__name__ == "FSDPModule" for base in cls.__mro__):
         raise SkippedError("fully_shard has changed its class; convert the model before it is sharded")
-    builds = _builds(cls)
+    builds = _registered_builds(cls)
     if not builds:
         raise SkippedError("not registered by layernorm_ext.register_conversion")
     if "forward" in vars(module):
@@ -157,7 +158,8 @@ def _checked_builds(module: Module) -> list[Build | None]:
     return builds
 
 
-def _choice(module: Module) -> Choice:
+def _first_equal_candidate(module: Module) -> Choice:
+    """Return the class for a module that computes the same as one of the candidates; otherwise, raise the reason."""
     cls: Any = type(module)
     builds = _checked_builds(module)
     parameters = list(inspect.signature(cls.forward).parameters.values())
@@ -168,7 +170,7 @@ def _choice(module: Module) -> Choice:
     devices = {parameter.device.type for parameter in module.parameters()} - _DEVICES
     if devices:
         raise SkippedError(f"it is on the device {', '.join(devices)}, for which layernorm_ext was built no kernels")
-    if cls not in TORCH_LAYERS:  # the shapes of torch's layers are attributes
+    if cls not in TORCH_REPLACEMENTS:  # torch's have normalized_shape, also if a tool shards parameters
         for parameter in module.parameters():
             full_shape(parameter)  # raises an error if it is unknown
     build = builds[-1]
@@ -179,17 +181,17 @@ def _choice(module: Module) -> Choice:
                 f"Expected build to return a LayerNorm, LayerNorm2d, RMSNorm or RMSNorm2d of layernorm_ext for a "
                 f"{class_name(cls)}, but got {ours!r}"
             )
-        comparison = Comparison(module, ours, _norm(module, ours))
+        comparison = Comparison(module, ours, _spec(module, ours))
         reason = comparison.difference()
         if reason is None:
-            norm = comparison.norm
-            is_plain = norm.kind is TORCH_LAYERS.get(cls) and not norm.options and not norm.output_dtypes
-            return Choice(norm.kind if is_plain else converted_class(cls, norm), repr(ours))
+            spec = comparison.spec
+            is_torchs = spec.layer_class is TORCH_REPLACEMENTS.get(cls) and not spec.options and not spec.output_dtypes
+            return Choice(spec.layer_class if is_torchs else converted_class(cls, spec), repr(ours))
         reasons.append(f"not {ours!r}: {reason}")
     raise SkippedError("; ".join(reasons) or "its eps is None, which only an RMSNorm without a bias may have")
 
 
-def _norm(module: Any, ours: Any) -> Norm:
+def _spec(module: Any, ours: Any) -> NormSpec:
     """Describe how a module computes the same as ``ours``, by the names of its attributes."""
 
     def name_of(parameter: str) -> str | None:
@@ -197,24 +199,24 @@ def _norm(module: Any, ours: Any) -> Norm:
         return None if tensor is None or getattr(ours, parameter, None) is None else name
 
     shape = getattr(module, _SHAPE, None)
-    has_shape = isinstance(shape, (int, tuple, list)) and sizes(shape) == ours.normalized_shape
+    has_shape = isinstance(shape, (int, tuple, list)) and as_sizes(shape) == ours.normalized_shape
     names = (name for name in _EPS if hasattr(module, name) and getattr(module, name) in (None, ours.eps))
     eps = next(names, None)
     options = options_of(ours)
     groups, number = _groups(module, ours.normalized_shape)
-    if number == options.get("num_groups"):
+    if number == options.get("num_groups"):  # each call reads the attribute instead
         del options["num_groups"]
     else:
         groups = None
-    return Norm(
-        kind=type(ours),
+    return NormSpec(
+        layer_class=type(ours),
         weight=name_of("weight"),
         bias=name_of("bias"),
         shape=_SHAPE if has_shape else None,
         eps=eps,
         default_eps=ours.eps if eps is None or getattr(module, eps) is None else None,
         groups=groups,
-        children=tuple(name for name in ACTIVATION if name in module._modules),
+        children=tuple(name for name in KNOWN_CHILDREN if name in module._modules),
         options=options,
     )
 
@@ -225,30 +227,28 @@ def _candidates(module: Any) -> Iterator[Module]:
     shape = _shape(module, weight_name, weight)
     rms_eps, eps = _rms_and_layer_norm_eps(module, shape)
     has_gate = takes_gate(module)
-    kinds: list[tuple[Any, Any, Any, dict[str, Any]]] = []
+    classes: list[tuple[Any, Any, Any, dict[str, Any]]] = []  # size, classes, and further options
     if has_gate:
-        kinds += [(shape, GatedRMSNorm, GatedLayerNorm, options) for options in _gate_options(module, shape)]
+        classes += [(shape, GatedRMSNorm, GatedLayerNorm, options) for options in _gate_options(module, shape)]
     elif shape:
-        kinds.append((shape, RMSNorm, LayerNorm, {}))
+        classes.append((shape, RMSNorm, LayerNorm, {}))
         if len(shape) == 1:
-            kinds.append((shape[0], RMSNorm2d, LayerNorm2d, {}))
+            classes.append((shape[0], RMSNorm2d, LayerNorm2d, {}))
     all_rms_eps = [rms_eps]
-    if rms_eps is None and type(module) not in TORCH_LAYERS:  # some compute in float32 for all inputs
+    if rms_eps is None and type(module) not in TORCH_REPLACEMENTS:  # some compute in float32 for all inputs
         all_rms_eps.append(torch.finfo(torch.float32).eps)
-    layers: list[Module] = []
-    for size, rms_norm, layer_norm, others in kinds:
+    for size, rms_norm, layer_norm, others in classes:
         for zero_centered in (False,) if weight is None else (False, True):
             options = others | {"elementwise_affine": weight is not None, "zero_centered_weight": zero_centered}
             if bias is None:
-                layers += [rms_norm(size, each, device="meta", **options) for each in all_rms_eps]
+                yield from (rms_norm(size, each, device="meta", **options) for each in all_rms_eps)
             if eps is not None:
-                layers.append(layer_norm(size, eps, bias=bias is not None, device="meta", **options))
-    if bias is None and not module._modules and not has_gate:  # one class has a weight that it never uses
+                yield layer_norm(size, eps, bias=bias is not None, device="meta", **options)
+    if bias is None and not module._modules and not has_gate:  # also with a weight, which one class never uses
         for rms_norm, each in itertools.product((RMSNorm, RMSNorm2d), all_rms_eps):
             layer: Any = rms_norm(1, each, elementwise_affine=False)
             layer.normalized_shape = ()  # any width
-            layers.append(layer)
-    yield from layers
+            yield layer
 
 
 def _gate_options(module: Any, shape: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -275,7 +275,7 @@ def _groups(module: Module, shape: tuple[int, ...]) -> tuple[str | None, int]:
 def _shape(module: Any, weight_name: str, weight: torch.Tensor | None) -> tuple[int, ...]:
     """Return the sizes over which a module may normalize, or no sizes if it may take rows of any width."""
     if getattr(module, _SHAPE, None) is not None:
-        return sizes(getattr(module, _SHAPE))
+        return as_sizes(getattr(module, _SHAPE))
     if weight is None:
         return ()
     shape = full_shape(weight)

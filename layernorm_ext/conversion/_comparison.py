@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..modules import LayerNorm, LayerNorm2d, RMSNorm, RMSNorm2d
-from ._converted import Norm, OutputDtypes
+from ._converted import NormSpec, OutputDtypes
 
 
 class SkippedError(Exception):
@@ -31,34 +31,35 @@ _TOLERANCE = 1e-5
 # roundings; layers that compute in 16 bits round about four times.
 _ROUNDINGS = 4
 
-# The smallest scale of rows for which eps matters. x-transformers clamps the norm of smaller rows, where its
-# replacement adds an eps.
+# The smallest scale of a compared row. x-transformers clamps the norm of smaller rows, and the replacement adds an eps.
 _SMALLEST_SCALE = 1e-8
 
-# The scales of the samples of further inputs and gates, of both signs: some layers clamp large numbers.
+# The factors of the first, second and third sample of further inputs and gates: some layers clamp large numbers.
 _SCALES = (30, 1e3, 1e-3)
 
-# Torch's own layers become this package's. They compute the same for all sizes, and are compared in sizes of at most
-# _WIDTH.
-TORCH_LAYERS, _WIDTH = {torch.nn.LayerNorm: LayerNorm, torch.nn.RMSNorm: RMSNorm}, 8
+# The classes that torch's own layers get.
+TORCH_REPLACEMENTS = {torch.nn.LayerNorm: LayerNorm, torch.nn.RMSNorm: RMSNorm}
 
-# Names of the parameters of candidates, for each parameter of this package's layers.
+# The largest normalized size of a compared input, for layers that compute the same for all sizes.
+_WIDTH = 8
+
+# Names of a module's parameters, for each parameter of this package's layers.
 _NAMES = {"weight": ("weight", "gamma", "scale", "g"), "bias": ("bias", "beta", "b")}
 
-# Layers with children of these names apply them to the result of the norm. Functions that do not commute replace the
-# children, so that the comparison also sees a wrong order.
-ACTIVATION: dict[str, Module] = {"drop": torch.nn.Softsign(), "act": torch.nn.Tanh()}
+# Layers with children of these names, a dropout and an activation, apply them to the result of the norm. The comparison
+# calls these functions instead; they do not commute, so that it also sees a wrong order.
+KNOWN_CHILDREN: dict[str, Module] = {"drop": torch.nn.Softsign(), "act": torch.nn.Tanh()}
 
-_CONTAINERS = (dict, list, set)
+_CONTAINERS = (dict, list, set)  # attributes of these types are copied, because forward may change them
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # The dtypes of input, parameters and gate; None if a call has no parameters or no gate.
 _Dtypes = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]
 
 
-def has_activation(module: Module) -> bool:
-    """Return whether a module has no children but those of ACTIVATION."""
+def has_only_known_children(module: Module) -> bool:
+    """Return whether a module has no children but those of KNOWN_CHILDREN."""
     names = set(module._modules.keys())  # a list in a ScriptModule, whose iterator is of another kind
-    return names <= ACTIVATION.keys() and None not in module._modules.values()
+    return names <= KNOWN_CHILDREN.keys() and None not in module._modules.values()
 
 
 def takes_gate(module: Module) -> bool:
@@ -67,52 +68,55 @@ def takes_gate(module: Module) -> bool:
 
 
 class Comparison:
-    """Calls a module and its replacement with the same inputs, parameters and other attributes."""
+    """Compares a module with ``ours``, a layer of this package, for the same inputs, parameters and other attributes.
 
-    def __init__(self, module: Module, ours: Any, norm: Norm) -> None:
+    Both are called on copies of the module: its own forward, and ``spec.compute``, which is that of the replacement.
+    """
+
+    def __init__(self, module: Module, ours: Any, spec: NormSpec) -> None:
         """Find an input that the module accepts, or raise the reason why the module differs from all replacements."""
-        self.module, self.ours, self.norm = module, ours, norm
+        self.module, self.ours, self.spec = module, ours, spec
         self.original: Callable[..., Tensor] = type(module).forward
         self.has_gate = takes_gate(module)
-        children = {name: ACTIVATION[name] for name in module._modules} if has_activation(module) else {}
-        self.others: dict[str, object] = {"_modules": children} if children else {}
+        children = {name: KNOWN_CHILDREN[name] for name in module._modules} if has_only_known_children(module) else {}
+        self.replaced_attributes: dict[str, object] = {"_modules": children} if children else {}
         names = [name for name, parameter in module.named_parameters() if not _is_flattened(parameter)]
         own = [first_tensor(module, parameter)[0] for parameter in ours._parameters]
         unknown = [name for name in names if name not in own and name.partition(".")[0] not in children]
         if unknown:
             raise SkippedError(f"it has a parameter {unknown[0]}")
         shape = tuple(ours.normalized_shape)
-        is_reduced = type(module) in TORCH_LAYERS and module.normalized_shape == shape
-        if is_reduced:
+        is_reduced = type(module) in TORCH_REPLACEMENTS and module.normalized_shape == shape
+        if is_reduced:  # a comparison in the full size of a wide layer would take long
             shape = tuple(min(size, _WIDTH) for size in shape)
-            self.others["normalized_shape"] = shape
+            self.replaced_attributes["normalized_shape"] = shape
         self.shape = shape
         tensors = {name: tensor_attribute(module, name) for name in own}
         shapes = {name: shape if is_reduced else full_shape(p) for name, p in tensors.items() if p is not None}
         self.parameters = {name: _random(size, seed) for seed, (name, size) in enumerate(shapes.items())}
         eps = torch.finfo(torch.float64).eps if ours.eps is None else abs(ours.eps)
-        self.small = max(eps**0.5, _SMALLEST_SCALE)
+        self.small_scale = max(eps**0.5, _SMALLEST_SCALE)
         widths = [shape] if shape else [(_WIDTH,), (_WIDTH + 1,)]
         self.sizes = [size for width in widths for size in _sizes(width)]
-        self.accepted, self.dtypes = self._first_accepted()
+        self.accepted_size, self.dtypes = self._find_accepted()
 
-    def _first_accepted(self) -> tuple[tuple[int, ...], _Dtypes]:
-        """Return the first size, and the widest dtypes, that the module accepts."""
+    def _find_accepted(self) -> tuple[tuple[int, ...], _Dtypes]:
+        """Return the first input size, and the widest dtypes, that the module accepts."""
         # Layers that convert the input to float32, but not the parameters, take only float32 parameters.
         for dtype, parameter_dtype in itertools.product(_FLOATS[:2], _FLOATS[:2] if self.parameters else (None,)):
             dtypes = dtype, parameter_dtype, dtype if self.has_gate else None
             for size in self.sizes:
-                if not isinstance(self._results(self.original, dtypes, *self._sample(size)), Exception):
+                if not isinstance(self._results(self.original, dtypes, *self._input_and_gradient(size)), Exception):
                     return size, dtypes
-        error = self._results(self.original, dtypes, *self._sample(self.sizes[0]))
+        error = self._results(self.original, dtypes, *self._input_and_gradient(self.sizes[0]))
         raise SkippedError(f"it refuses every input: {shortened(error)}")
 
-    def _sample(self, size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def _input_and_gradient(self, size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Return an input and an upstream gradient."""
         x, dy = _random(size, 2) + 1, _random(size, 3)
-        x[0] *= self.small  # eps matters for these rows
+        x[0] *= self.small_scale  # eps matters for these rows
         if math.prod(self.shape) != 1:
-            x[-1].view(-1)[0] = 0  # a masked element for layers that leave zeros out
+            x[-1].view(-1)[0] = 0  # some layers leave zeros, as of a mask, out of the mean
         return x, dy
 
     def _results(
@@ -133,7 +137,7 @@ class Comparison:
         for tensor in tensors:
             tensor.requires_grad_(dy is not None)
         try:
-            y = forward(_double(self.module, copies, self.others | attributes), *inputs.values())
+            y = forward(_copy_with(self.module, copies, self.replaced_attributes | attributes), *inputs.values())
             if y.shape != x.shape:  # parameters of shape [C, 1, 1] add dimensions to rows
                 raise ValueError(f"the output is of size{list(y.shape)}")
             if dy is None:
@@ -144,25 +148,26 @@ class Comparison:
         except Exception as error:  # foreign code may raise anything
             return error
 
-    def _both(self, *arguments: Any, **options: Any) -> list[Any]:
-        return [self._results(forward, *arguments, **options) for forward in (self.original, self.norm.compute)]
+    def _results_of_both(self, *arguments: Any, **options: Any) -> list[Any]:
+        return [self._results(forward, *arguments, **options) for forward in (self.original, self.spec.compute)]
 
     def difference(self) -> str | None:
         """Return how the results differ, if they do; otherwise, ``norm`` has the output dtypes of the module."""
-        return self._of_all_sizes() or self._of_large_numbers() or self._of_all_dtypes()
+        return self._compare_sizes() or self._compare_large_numbers() or self._compare_dtypes()
 
-    def _of_all_sizes(self) -> str | None:
+    def _compare_sizes(self) -> str | None:
         """Compare outputs and gradients for all sizes and, for one size, in the other mode."""
         dtype, parameter_dtype, _ = self.dtypes
         gates = (dtype, None) if self.has_gate else (None,)  # some layers need a gate, while ours are then plain norms
         is_training = self.module.training
         modes = {"": is_training, f" in {'eval' if is_training else 'training'} mode": not is_training}
         for (mode, training), size, gate in itertools.product(modes.items(), self.sizes, gates):
-            if mode and size != self.accepted:
+            if mode and size != self.accepted_size:
                 continue
-            theirs, mine = self._both((dtype, parameter_dtype, gate), *self._sample(size), training=training)
+            dtypes = dtype, parameter_dtype, gate
+            theirs, mine = self._results_of_both(dtypes, *self._input_and_gradient(size), training=training)
             if isinstance(theirs, Exception):
-                # A layer for images takes any rank.
+                # Replacements for images take input of any rank, and gated ones also no gate.
                 takes_more = isinstance(self.ours, (LayerNorm2d, RMSNorm2d)) or (self.has_gate and gate is None)
                 if not isinstance(mine, Exception) and not takes_more:
                     return f"input of size{list(size)} raises {shortened(theirs)}{mode}"
@@ -171,19 +176,19 @@ class Comparison:
             else:
                 for value, expected in theirs.items():
                     distance = (expected.double() - mine[value].double()).abs()
-                    if value == "gradient of input":
-                        distance[0] *= self.small
+                    if value == "gradient of input":  # that of the small rows, in x[0], is as large as they are small
+                        distance[0] *= self.small_scale
                     if not (distance <= _TOLERANCE).all():
                         return f"{value} differs by {distance.max():.2g}{mode}"
         return None
 
-    def _of_large_numbers(self) -> str | None:
-        """Compare outputs for inputs, and then gates, of several scales."""
-        x, one = _random(self.accepted, 2) + 1, torch.ones((), device="cpu")
-        samples = self.accepted[0]
+    def _compare_large_numbers(self) -> str | None:
+        """Compare outputs for inputs, and then for gates, of the scales of _SCALES."""
+        x, one = _random(self.accepted_size, 2) + 1, torch.ones((), device="cpu")
+        samples = self.accepted_size[0]
         scales = torch.tensor(_SCALES, device="cpu").repeat(samples)[:samples].view(-1, *[1] * (x.dim() - 1))
         for name, x_scale, gate_scale in [("inputs", scales, one), ("gates", one, scales)][: 1 + self.has_gate]:
-            theirs, mine = self._both(self.dtypes, x_scale * x, gate_scale=gate_scale)
+            theirs, mine = self._results_of_both(self.dtypes, x_scale * x, gate_scale=gate_scale)
             if isinstance(theirs, Exception) or isinstance(mine, Exception):
                 return f"large {name} raise {shortened(theirs if isinstance(theirs, Exception) else mine)}"
             distance = (theirs["output"].double() - mine["output"].double()).abs()
@@ -192,15 +197,15 @@ class Comparison:
                 return f"output for large {name} differs by {distance.max():.2g}"
         return None
 
-    def _of_all_dtypes(self) -> str | None:
+    def _compare_dtypes(self) -> str | None:
         """Compare outputs for all combinations of dtypes; set the output dtypes of the replacement."""
         # Adjacent elements differ by about 4. If those of a narrow row were nearly equal, a 16-bit layer's deviation
         # would be rounding noise, and a right layer would be refused.
-        dims = range(len(self.accepted))
-        parity = sum(torch.ones(self.accepted, device="cpu").cumsum(dim) for dim in dims) % 2
-        x = _random(self.accepted, 2) + 4 * parity - 1
+        dims = range(len(self.accepted_size))
+        parity = sum(torch.ones(self.accepted_size, device="cpu").cumsum(dim) for dim in dims) % 2
+        x = _random(self.accepted_size, 2) + 4 * parity - 1
         x_and_small_rows = x.clone()
-        x_and_small_rows[0] *= self.small
+        x_and_small_rows[0] *= self.small_scale
         # In float16, squares of small rows are subnormal, and layers that compute in 16 bits lose digits.
         inputs = {dtype: x if dtype == torch.float16 else x_and_small_rows for dtype in _FLOATS}
         gates = (*_FLOATS, None) if self.has_gate else (None,)
@@ -209,14 +214,14 @@ class Comparison:
             theirs = self._results(self.original, dtypes, inputs[dtypes[0]])
             if not isinstance(theirs, Exception):
                 outputs[dtypes] = theirs["output"]
-        others: OutputDtypes = {
-            (dtype, None if self.norm.weight is None else parameter_dtype, gate_dtype): output.dtype
+        output_dtypes: OutputDtypes = {
+            (dtype, None if self.spec.weight is None else parameter_dtype, gate_dtype): output.dtype
             for (dtype, parameter_dtype, gate_dtype), output in outputs.items()
             if output.dtype != dtype
         }
-        self.norm = replace(self.norm, output_dtypes=others)
+        self.spec = replace(self.spec, output_dtypes=output_dtypes)
         for dtypes, expected in outputs.items():
-            mine = self._results(self.norm.compute, dtypes, inputs[dtypes[0]])
+            mine = self._results(self.spec.compute, dtypes, inputs[dtypes[0]])
             names = " and ".join(str(dtype) for dtype in dtypes if dtype)
             if isinstance(mine, Exception):
                 return f"it takes {names}: {shortened(mine)}"
@@ -230,8 +235,8 @@ class Comparison:
 
 
 def _sizes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return sizes of inputs to be normalized over their last dimensions, and of images, which have channels first."""
-    m, n = [size for size in range(2, 4 + len(shape)) if size not in shape][:2]  # unlike any size to be normalized
+    """Return sizes of inputs with rows of this shape, which are the last dimensions or, in images, the channels."""
+    m, n = [size for size in range(2, 4 + len(shape)) if size not in shape][:2]  # batch sizes, which are not in shape
     sizes = [(n, *shape), (m, n, *shape), (m, n, m, *shape), (m, *shape, n, m)]
     return [*sizes, (m, *shape, n), (m, *shape, n, m, n)] if len(shape) == 1 else sizes
 
@@ -245,16 +250,19 @@ def _random_gate(x: Tensor, scale: Tensor | float) -> Tensor:
     return scale * _random(tuple(x.shape), 4)
 
 
-def _double(module: Module, parameters: dict[str, Tensor], others: dict[str, Any]) -> Module:
-    """Return a module without hooks, with these parameters and other attributes. It may change copies of its state."""
-    double: Any = object.__new__(type(module))
+def _copy_with(module: Module, parameters: dict[str, Tensor], others: dict[str, Any]) -> Module:
+    """Return a copy of a module without its hooks, with other parameters and attributes, for a call of forward.
+
+    Buffers and containers are copied, too, so that forward leaves those of the module as they are.
+    """
+    copied: Any = object.__new__(type(module))
     for name, value in vars(module).items():
         # Tools for sharding replace _parameters by other classes, or keep parameters as attributes.
         if name not in parameters:
-            vars(double)[name] = copy(value) if type(value) in _CONTAINERS else value
+            vars(copied)[name] = copy(value) if type(value) in _CONTAINERS else value
     buffers = {name: buffer if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
-    vars(double).update(others, _parameters=dict.fromkeys(module._parameters) | parameters, _buffers=buffers)
-    return double
+    vars(copied).update(others, _parameters=dict.fromkeys(module._parameters) | parameters, _buffers=buffers)
+    return copied
 
 
 def shortened(error: object) -> str:
@@ -273,7 +281,7 @@ def tensor_attribute(module: Module, name: str) -> Tensor | None:
 
 
 def first_tensor(module: Module, parameter: str) -> tuple[str, Tensor | None]:
-    """Return a name of ``weight`` or ``bias`` in a module, and the tensor: the first one that is there."""
+    """Return the name that ``weight`` or ``bias`` has in a module, and the tensor, or ``None`` if it is absent."""
     tensors = ((name, tensor_attribute(module, name)) for name in _NAMES[parameter])
     return next(((name, tensor) for name, tensor in tensors if tensor is not None), (parameter, None))
 

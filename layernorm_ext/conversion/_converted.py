@@ -1,4 +1,4 @@
-"""The classes of converted layers, whose forward computes a norm of this package by the attributes of the original."""
+"""The classes of converted layers, whose forward calls a function of this package with the layer's own attributes."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ OutputDtypes = dict[tuple[torch.dtype | None, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
-class Norm:
-    """The norm that a foreign layer computes, by the names of the layer's attributes, which each call reads."""
+class NormSpec:
+    """The norm that a layer of another package computes. Strings are names of its attributes, which each call reads."""
 
-    kind: type[Module]  # the layer of this package that computes the same
-    weight: str | None  # one that is not called weight may have the shape [C, 1, 1] or similar; so may a bias
+    layer_class: type[Module]  # the layer of this package that computes the same
+    weight: str | None
     bias: str | None
-    shape: str | None  # without it, the shape of the weight or, without a weight, the width of the input
+    shape: str | None  # if None, normalize over the shape of the weight or, without a weight, the width of the input
     eps: str | None
-    default_eps: float | None  # if no attribute has eps, or the attribute is None
-    groups: str | None  # "group_size" is the width of a group; others are the number of groups
+    default_eps: float | None  # the eps if ``eps`` or the attribute is None
+    groups: str | None  # "group_size" is the width of a group; other attributes are the number of groups
     children: tuple[str, ...]  # modules that are applied to the result in turn
-    options: dict[str, Any] = field(hash=False)  # further arguments of the function
+    options: dict[str, Any] = field(hash=False)  # further arguments of the function in FUNCTIONS
     output_dtypes: OutputDtypes = field(hash=False, default_factory=dict)
 
     def compute(self, layer: Module, input: Tensor, gate: Tensor | None = None) -> Tensor:
-        """Compute the norm of a layer of any class."""
+        """Compute the norm for a layer, which may be of its original class or of the converted one."""
         weight, bias = _parameter(layer, self.weight), _parameter(layer, self.bias)
         eps = None if self.eps is None else getattr(layer, self.eps)
         arguments = {"weight": weight, "eps": self.default_eps if eps is None else eps, **self.options}
@@ -55,40 +55,41 @@ class Norm:
             arguments["bias"] = bias
         shape: Sequence[int]
         if self.shape is not None:
-            shape = sizes(getattr(layer, self.shape))
+            shape = as_sizes(getattr(layer, self.shape))
         else:
             shape = constant_sizes(input.shape[-1:] if weight is None else weight.shape)
-        if self.kind not in _IMAGES:
+        if self.layer_class not in _IMAGES:
             arguments["normalized_shape"] = shape
         elif self.shape is not None:
             _check_channels(input, shape[0])
-        if gate is not None or self.kind in _GATED:
+        if gate is not None or self.layer_class in _GATED:
             arguments["gate"] = gate
         if self.groups is not None:
             arguments["num_groups"] = num_groups(layer, self.groups, shape[0])
         x = _widen(input, self.output_dtypes, weight, gate) if self.output_dtypes else input
-        y = FUNCTIONS[self.kind](x, **arguments)
-        y = _round(y, input, self.output_dtypes, weight, gate) if self.output_dtypes else y
+        y = FUNCTIONS[self.layer_class](x, **arguments)
+        y = _to_output_dtype(y, input, self.output_dtypes, weight, gate) if self.output_dtypes else y
         for name in self.children:
             y = getattr(layer, name)(y)
         return y
 
 
 def _parameter(layer: Module, name: str | None) -> Any:
-    """Return a parameter of a layer; those of other names may have the shape [C, 1, 1] or similar."""
+    """Return a parameter of a layer. One with another name than ours may have the shape [C, 1, 1], and is flattened."""
     value = None if name is None else getattr(layer, name)
     return value if value is None or name in ("weight", "bias") else value.flatten()
 
 
-def sizes(shape: Any) -> tuple[int, ...]:
+def as_sizes(shape: Any) -> tuple[int, ...]:
     return (shape,) if isinstance(shape, int) else tuple(shape)
 
 
 def num_groups(layer: Module, name: str, width: int) -> Any:
+    """Return the number of groups of a layer from its attribute of this name."""
     return width // getattr(layer, name) if name == "group_size" else getattr(layer, name)
 
 
-@torch.fx.wrap  # symbolic tracing knows no dtypes
+@torch.fx.wrap  # torch.fx records the call, because its proxies have no dtype to look up
 def _widen(input: Tensor, output_dtypes: OutputDtypes, *others: Tensor | None) -> Tensor:
     """Convert the input to the wider of its own dtype and the output's."""
     dtype = output_dtypes.get(_dtypes(input, *others))
@@ -96,7 +97,7 @@ def _widen(input: Tensor, output_dtypes: OutputDtypes, *others: Tensor | None) -
 
 
 @torch.fx.wrap
-def _round(output: Tensor, input: Tensor, output_dtypes: OutputDtypes, *others: Tensor | None) -> Tensor:
+def _to_output_dtype(output: Tensor, input: Tensor, output_dtypes: OutputDtypes, *others: Tensor | None) -> Tensor:
     dtype = output_dtypes.get(_dtypes(input, *others))
     return output if dtype is None else output.to(dtype)
 
@@ -106,7 +107,7 @@ def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
 
 
 @cache
-def converted_class(original: Any, norm: Norm) -> type[Module]:
+def converted_class(original: Any, norm: NormSpec) -> type[Module]:
     """Return the subclass of a layer's class whose forward computes a norm of this package."""
     parameters = list(inspect.signature(original.forward).parameters)
     bases = (TakesSeveralInputs, original) if "gate" in parameters else (original,)
@@ -123,7 +124,7 @@ def converted_class(original: Any, norm: Norm) -> type[Module]:
             return norm.compute(self, *args, **kwargs)
 
         def extra_repr(self) -> str:
-            return ", ".join(filter(None, [super().extra_repr(), f"converted to {norm.kind.__name__}"]))
+            return ", ".join(filter(None, [super().extra_repr(), f"converted to {norm.layer_class.__name__}"]))
 
         def __reduce__(self) -> tuple[Any, ...]:
             return _new, (original, norm), self.__getstate__()
@@ -132,7 +133,7 @@ def converted_class(original: Any, norm: Norm) -> type[Module]:
     return Converted
 
 
-def _new(original: Any, norm: Norm) -> Any:
+def _new(original: Any, norm: NormSpec) -> Any:
     """Return a layer without state, for pickle and copy."""
     cls = converted_class(original, norm)
     return cls.__new__(cls)

@@ -1,4 +1,4 @@
-"""Joins this package's norms with their neighbors, in the graphs of torch.compile and torch.export.
+"""Fuses this package's norms with their neighbors, in the graphs of torch.compile and torch.export.
 
 One call of the operator ``layernorm::forward`` replaces a residual sum with a gate, a norm, and a modulation::
 
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, GraphModule, Node
@@ -61,31 +62,31 @@ class FuseNeighbors(CustomGraphPass):
         return get_hash_for_files((__file__, order.__file__), layernorm_ext.__version__)
 
     def __call__(self, graph: Graph) -> None:
-        """Join the norms of a graph with their neighbors, in place."""
-        for body in {body: None for node in graph.nodes for body in order.bodies(node)}:  # only Inductor visits them
+        """Fuse the norms of a graph with their neighbors, in place."""
+        for body in {body: None for node in graph.nodes for body in order.bodies(node)}:  # each of them once
             self(body.graph)
             body.recompile()
         norms = [node for node in graph.nodes if node.target in (_ops.forward.default, _ops.forward.fused)]
-        joined: Counter[str] = Counter()
+        fused: Counter[str] = Counter()
         with self._caught("the graph"):
             if norms:
-                stable_topological_sort(graph)  # Inductor sorts behind custom passes
-            if any(map(order.misleads, graph.nodes)):
+                stable_topological_sort(graph)  # Inductor sorts after custom passes, and other passes may not
+            if any(map(order.forbids_fusion, graph.nodes)):
                 _logger.debug("a node changes a shape in place or observes a gradient: all norms are left")
             elif len({id(recorded(node).fake_mode) for node in graph.nodes if fake_tensor(node) is not None}) > 1:
                 _logger.debug("the recorded values do not share storages, as those of make_fx: all norms are left")
             elif norms:
                 order.hoist_numbers(graph)
                 order.make_sums_out_of_place(graph)
-                _remove_operations_without_effect(graph)
+                _remove_identities(graph)
                 writes = Writes(graph)
                 for norm in norms:
                     with self._caught(norm.name):
-                        joined.update(filter(None, [_join_neighbors(norm, writes)]))
+                        fused.update(filter(None, [_fuse_norm(norm, writes)]))
             if self.raises:
                 graph.lint()
-        self.counts += joined
-        _logger.info("%d norms%s", len(norms), ": " * bool(joined) + ", ".join(f"{k} {n}" for k, n in joined.items()))
+        self.counts += fused
+        _logger.info("%d norms%s", len(norms), ": " * bool(fused) + ", ".join(f"{k} {n}" for k, n in fused.items()))
 
     @contextlib.contextmanager
     def _caught(self, name: str) -> Iterator[None]:
@@ -103,7 +104,7 @@ fuse_neighbors = FuseNeighbors()
 
 
 def eager(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Join the norms with their neighbors and run the graph as it is, as the backend of :func:`torch.compile`.
+    """Fuse the norms with their neighbors and run the graph as it is, as the backend of :func:`torch.compile`.
 
     As under Inductor, a gradient with respect to a sum that leaves the graph lacks the part of the norm within it.
     """
@@ -112,13 +113,13 @@ def eager(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., A
     return module.forward
 
 
-# Spellings of the operations
+# Names of the operations and of their arguments
 
 _OPERANDS = {"add": ("self", "other"), "mul": ("self", "other"), "addcmul": ("self", "tensor1", "tensor2")}
 _OTHER_NAMES = {"multiply": "mul", "input": "self"}
 _RESHAPES = {"reshape", "reshape_as", "view", "view_as", "flatten", "unflatten", "squeeze", "unsqueeze", "getitem"}
 _CONVERSIONS = {"to", "type_as", "float", "half", "bfloat16", "double", "contiguous"}
-_NO_EFFECT = {"alpha": 1, "value": 1, "out": None}
+_NO_EFFECT = {"alpha": 1, "value": 1, "out": None}  # options with these values change nothing
 
 
 def _operands(node: Any, name: str) -> tuple[Any, ...] | None:
@@ -134,15 +135,15 @@ def _operands(node: Any, name: str) -> tuple[Any, ...] | None:
 
 
 def _source(view: Node) -> Any:
-    """Return what a view reads, which may be a keyword argument."""
+    """Return the tensor that a view reshapes, which may be a keyword argument."""
     return view.args[0] if view.args else view.kwargs.get("input", view.kwargs.get("self"))
 
 
-def _orders(pair: tuple[Any, ...] | None) -> Iterable[tuple[Any, ...]]:
+def _both_orders(pair: tuple[Any, ...] | None) -> Iterable[tuple[Any, ...]]:
     return (pair, pair[::-1]) if pair else ()
 
 
-def _remove_operations_without_effect(graph: Graph) -> None:
+def _remove_identities(graph: Graph) -> None:
     """Remove conversions and dropouts that return their input itself."""
     for node in list(graph.nodes):
         name, source = order.operation(node), fake_tensor(_source(node)) if is_call(node) else None
@@ -150,14 +151,15 @@ def _remove_operations_without_effect(graph: Graph) -> None:
             continue
         value = fake_tensor(node)
         flags = [*node.args[2:3], node.kwargs.get("training"), node.kwargs.get("train")]
-        is_identity = name == "dropout" and any(flag is False for flag in flags)
-        is_identity |= name in _CONVERSIONS and order.share_storage(source, value)
+        is_identity = name == "dropout" and any(flag is False for flag in flags)  # training is False
+        is_identity |= name in _CONVERSIONS and order.may_share_storage(_source(node), node)
         if is_identity and order.are_interchangeable(source, value):
-            node.replace_all_uses_with(_source(node))
-            graph.erase_node(node)
+            node.replace_all_uses_with(_source(node), lambda user: user.op != "output")  # whose names export knows
+            if not node.users:
+                graph.erase_node(node)
 
 
-# Recorded values. No question about symbolic sizes adds a guard.
+# Questions about recorded values. Those about symbolic sizes add no guard: the answer is False if it is not known.
 
 
 def _are_alike(first: Any, *others: Any) -> bool:
@@ -172,7 +174,7 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def _is_parameter(parameter: Any, x: Any, dims: int) -> bool:
-    """Return whether the operator takes a tensor as weight, bias or gate of x as it is, and a product stays like x."""
+    """Return whether a tensor can be a weight, bias or gate of x, and the product with it has the metadata of x."""
     p, like = fake_tensor(parameter), fake_tensor(x)
     if p is None or like is None or p.device != like.device or p.dim() not in (dims, like.dim()):
         return False
@@ -195,13 +197,13 @@ def _share_batch_sizes(dims: int, *parameters: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Sum:
-    """``total = residual + gate * x``, which a norm reads through ``views`` that reshape its rows."""
+    """``total = residual + gate * x``, which a norm reads through ``views`` that reshape its batch dimensions."""
 
-    nodes: list[Node]  # the last one is the total
+    nodes: list[Node]  # the last one computes the total
     x: Node
     residual: Node
     gate: Node | None
-    views: list[Node]  # the last one first
+    views: list[Node]  # the norm reads the first one, which reads the next one
 
     @property
     def total(self) -> Node:
@@ -228,8 +230,8 @@ def _sums(source: Any, dims: int) -> Iterator[_Sum]:
     while _keeps_rows(total, dims):
         views.append(total)
         total = _source(total)
-    for residual, factors, nodes in _products_plus(total):
-        for gate, x in _orders(factors):
+    for residual, factors, nodes in _multiply_adds(total):
+        for gate, x in _both_orders(factors):
             if _are_alike(total, x, residual) and _is_parameter(gate, total, dims) and not _are_alike(gate, total):
                 yield _Sum(nodes, x, residual, gate, views)
     pair = _operands(total, "add")
@@ -237,12 +239,12 @@ def _sums(source: Any, dims: int) -> Iterator[_Sum]:
         yield _Sum([total], pair[0], pair[1], None, views)
 
 
-def _products_plus(node: Any) -> Iterator[tuple[Any, tuple[Any, ...], list[Node]]]:
-    """Yield term, factors, and the nodes that compute it without other uses, of ``term + factor * factor``."""
+def _multiply_adds(node: Any) -> Iterator[tuple[Any, tuple[Any, ...], list[Node]]]:
+    """Yield term, factors and nodes of each way to read a node as ``term + factor * factor``."""
     triple = _operands(node, "addcmul")
     if triple:
         yield triple[0], triple[1:], [node]
-    for product, term in _orders(_operands(node, "add")):
+    for product, term in _both_orders(_operands(node, "add")):
         factors = _operands(product, "mul")
         if factors and product is not term and len(product.users) == 1 and _are_alike(product, node):
             yield term, factors, [product, node]
@@ -255,47 +257,47 @@ def _keeps_rows(node: Any, dims: int) -> bool:
     new, old = map(fake_tensor, (node, _source(node)))
     if new is None or old is None or new.dtype != old.dtype:  # view(dtype) reads other numbers
         return False
-    is_whole = order.share_storage(new, old) and statically_known_true(new.numel() == old.numel())
+    is_whole = order.may_share_storage(node, _source(node)) and statically_known_true(new.numel() == old.numel())
     if order.operation(node) == "getitem" and not is_whole:  # a slice or a gather
         return False
     return order.are_equal(new.shape[-dims:], old.shape[-dims:])
 
 
 def _modulations(y: Node, dims: int) -> Iterator[_Modulation]:
-    """Yield the ways in which all uses of a norm's output modulate it, the most complete first."""
+    """Yield the modulations of a norm's output that include all of its uses, the most complete first."""
     last = max(y.users, default=None)
-    ends = [*(last.users if len(last.users) == 1 else ()), last] if last else []
+    results = [*(last.users if len(last.users) == 1 else ()), last] if last else []  # the nodes that may be the result
     found = [
-        _Modulation([*scaled.replaced, end], scaled.factor, shift, scaled.is_zero_centered)
-        for end in ends
-        for product, shift in _orders(_operands(end, "add"))
+        _Modulation([*scaled.replaced, result], scaled.factor, shift, scaled.is_zero_centered)
+        for result in results
+        for product, shift in _both_orders(_operands(result, "add"))
         if is_call(product) and product is not shift and len(product.users) == 1
         for scaled in _scaled(product, y)
     ]
-    for end in ends:
-        triple = _operands(end, "addcmul") or ()
-        found += [_Modulation([end], factor, triple[0]) for this, factor in _orders(triple[1:]) if this is y]
-    for each in [*found, *itertools.chain(*(_scaled(end, y) for end in ends))]:
+    for result in results:
+        triple = _operands(result, "addcmul") or ()
+        found += [_Modulation([result], factor, triple[0]) for this, factor in _both_orders(triple[1:]) if this is y]
+    for each in [*found, *itertools.chain(*(_scaled(result, y) for result in results))]:
         factor, shift = each.factor, each.shift
         if y in (factor, shift) or not set(y.users) <= set(each.replaced) or not _is_parameter(factor, y, dims):
             continue
-        is_gate = _are_alike(factor, y) and order.operation(factor) != "add"  # an activation, which is no 1 + scale
-        is_residual = _are_alike(shift, y) and not _are_alike(factor, y)  # which is added behind the modulation
+        is_gate = _are_alike(factor, y) and order.operation(factor) != "add"  # an activation, and not 1 + scale
+        is_residual = _are_alike(shift, y) and not _are_alike(factor, y)  # which the next norm can take
         if not is_gate and not is_residual and (shift is None or _is_parameter(shift, y, dims)):
             yield each
 
 
 def _scaled(node: Node, y: Node) -> Iterator[_Modulation]:
     """Yield the ways in which a node is ``y * factor`` or ``y + y * factor``."""
-    for this, factor in _orders(_operands(node, "mul")):
+    for this, factor in _both_orders(_operands(node, "mul")):
         if this is y:
             yield _Modulation([node], factor)
-    for term, factors, nodes in _products_plus(node):
+    for term, factors, nodes in _multiply_adds(node):
         if term is y and y in factors:
             yield _Modulation(nodes, factors[factors[0] is y], None, True)
 
 
-# The joined call
+# The fused call
 
 _ARGUMENTS = _ops.forward.fused._schema.arguments
 _DEFAULTS: dict[str, Any] = {argument.name: argument.default_value for argument in _ARGUMENTS}
@@ -304,92 +306,92 @@ _OPTIONS = {argument.name: argument.default_value for argument in _ARGUMENTS if 
 _NEIGHBORS = ("residual", "gate", "input_scale")  # the positional arguments that forward.default does not have
 
 
-def _join_neighbors(norm: Node, writes: Writes) -> str | None:
-    """Replace a norm and its neighbors by one call if possible, and return what was joined."""
+def _fuse_norm(norm: Node, writes: Writes) -> str | None:
+    """Replace a norm and its neighbors by one call if possible, and return what was fused."""
     given = _DEFAULTS | dict(zip(_DEFAULTS, norm.args, strict=False)) | norm.kwargs
     for unused in [user for user in norm.users if user.target is operator.getitem and not user.users]:
-        norm.graph.erase_node(unused)  # in the bodies of checkpoints, Dynamo takes all results
+        norm.graph.erase_node(unused)  # in the bodies of checkpoints, Dynamo records all results
     items = {user.args[1]: user for user in norm.users if user.target is operator.getitem}
-    is_fused = norm.target is _ops.forward.fused
-    y, total = items.pop(0, None), items.pop(1, None) if is_fused else None
+    returns_sum = norm.target is _ops.forward.fused
+    y, total = items.pop(0, None), items.pop(1, None) if returns_sum else None
     if y is None or items or len(norm.users) > 2 or given["memory_efficient"] or given["images"] or given["gate"]:
         return None
     dims = len(map_arg(given["normalized_shape"], recorded))
     modulations = [*_modulations(y, dims), None]
-    sums = [*(() if is_fused or given["num_groups"] else _sums(given["input"], dims)), None]
+    sums = [*(() if returns_sum or given["num_groups"] else _sums(given["input"], dims)), None]
     choices = [(s, m) for m in modulations for s in sums if s] + [(None, m) for m in modulations if m]
-    for choice in choices:
+    for choice in choices:  # the first one that fits
         match = _Match(norm, y, total, given, dims, writes, *choice)
-        if match.fits() and match.join():
+        if match.fits() and match.fuse():
             return match.kind
-        _logger.debug("%s: %s is not joined: an order, a shape, a write or a border forbids it", norm.name, match.kind)
+        _logger.debug("%s: %s is not fused: an order, a shape, a write or a border forbids it", norm.name, match.kind)
     return None
 
 
 @dataclass(frozen=True)
 class _Match:
-    """A norm with its results and its given arguments, and the neighbors that are joined with it."""
+    """A norm with its results and its given arguments, and the neighbors that are fused with it."""
 
     norm: Node
-    y: Node
-    fused_total: Node | None  # the sum that the norm returns already
-    given: dict[str, Any]
-    dims: int
+    y: Node  # the output
+    returned_sum: Node | None  # of a norm that has a residual already
+    given: dict[str, Any]  # the arguments by name
+    dims: int  # the number of normalized dimensions
     writes: Writes
-    total: _Sum | None
+    sum: _Sum | None
     modulation: _Modulation | None
     new: list[Node] = field(default_factory=list)  # the inserted nodes, in order
 
     @property
     def kind(self) -> str:
-        parts = ["gate"] * bool(self.total and self.total.gate) + ["add"] * bool(self.total)
+        parts = ["gate"] * bool(self.sum and self.sum.gate) + ["add"] * bool(self.sum)
         parts += ["modulate"] * bool(self.modulation)
         return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
 
     @property
     def replaced(self) -> list[Node]:
-        """The nodes whose work the call does."""
-        around = [each.replaced for each in (self.total, self.modulation) if each]
-        return [self.norm, self.y, *filter(None, [self.fused_total]), *itertools.chain(*around)]
+        """The nodes whose values the new call computes."""
+        around = [each.replaced for each in (self.sum, self.modulation) if each]
+        return [self.norm, self.y, *filter(None, [self.returned_sum]), *itertools.chain(*around)]
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of the call, whose weight and bias are not multiplied yet if the norm has its own."""
+        """The arguments of the call, without a modulation of a norm with own parameters, which insert() adds."""
         arguments = dict(self.given)
-        if self.total:
-            arguments |= {"residual": self.total.residual, "input": self.total.x, "input_scale": self.total.gate}
-        if self.modulation and not self.is_weighted:
+        if self.sum:
+            arguments |= {"residual": self.sum.residual, "input": self.sum.x, "input_scale": self.sum.gate}
+        if self.modulation and not self.has_own_parameters:
             arguments |= {"weight": self.modulation.factor, "bias": self.modulation.shift}
             arguments["zero_centered_weight"] = self.modulation.is_zero_centered
         return arguments
 
     @property
-    def is_weighted(self) -> bool:
+    def has_own_parameters(self) -> bool:
         return self.given["weight"] is not None or self.given["bias"] is not None
 
     def fits(self) -> bool:
         """Return whether the operator takes the batch sizes of all parameters together."""
         dims, given = self.dims, [self.given["weight"], self.given["bias"]]
         is_body = hasattr(self.norm.graph.owning_module, "torchdynamo_force_dynamic")  # of a higher-order operator
-        outputs = map(fake_tensor, self.norm.graph.output_node().all_input_nodes)
-        if is_body and self.total and any(order.share_storage(t, fake_tensor(self.total.total)) for t in outputs):
-            return False  # the graph around the body may observe the gradient of the sum, or of a view of it
-        if self.modulation and self.is_weighted and not self.has_products(self.modulation):
+        outputs = self.norm.graph.output_node().all_input_nodes
+        if is_body and self.sum and any(order.may_share_storage(each, self.sum.total) for each in outputs):
+            return False  # the graph around the body may observe the gradient of the sum, which eager() describes
+        if self.modulation and self.has_own_parameters and not self.can_multiply_parameters(self.modulation):
             return False
         parameters = [self.modulation.factor, self.modulation.shift] if self.modulation else given
-        if self.total and self.total.views and not all(p is None or recorded(p).dim() == dims for p in parameters):
-            return False  # rows of the reshaped sum have other batch dimensions
-        return _share_batch_sizes(dims, *parameters, self.total.gate if self.total else self.given["input_scale"])
+        if self.sum and self.sum.views and not all(p is None or recorded(p).dim() == dims for p in parameters):
+            return False  # before the views, the batch dimensions are others
+        return _share_batch_sizes(dims, *parameters, self.sum.gate if self.sum else self.given["input_scale"])
 
-    def has_products(self, modulation: _Modulation) -> bool:
-        """Return whether weight and bias can be multiplied by the modulation in the dtype of the norm's output."""
+    def can_multiply_parameters(self, modulation: _Modulation) -> bool:
+        """Return whether the modulation can be multiplied by weight and bias in one dtype, as tensors without rows."""
         own = [each for each in (self.given["weight"], self.given["bias"]) if each is not None]
         values = map(fake_tensor, [self.given["input"], *own, modulation.factor, *filter(None, [modulation.shift])])
         is_plain = not (modulation.is_zero_centered or self.given["zero_centered_weight"])
         is_small = all(recorded(each).dim() == self.dims for each in own) and not _are_alike(modulation.factor, self.y)
         return is_plain and is_small and all(v is not None and v.dtype == recorded(self.y).dtype for v in values)
 
-    def place(self) -> Node | None:
+    def insertion_point(self) -> Node | None:
         """Return the node before which the call belongs, or None if there is no such node.
 
         The call comes after all that it reads and before all that reads what it replaces. No node between the first
@@ -399,24 +401,24 @@ class _Match:
         first, last = min(self.replaced), max(self.replaced)
         parameters = [self.modulation.factor, self.modulation.shift] if self.modulation else []
         inputs = [leaf for leaf in tree_leaves((self.arguments, parameters)) if isinstance(leaf, Node)]
-        place = max([first, *(node.next for node in inputs)])
+        point = max([first, *(node.next for node in inputs)])
         users = {user for node in self.replaced for user in node.users}.difference(self.replaced)
-        if any(user < place for user in users) or not set(inputs).isdisjoint(self.replaced):
+        if any(user < point for user in users) or not set(inputs).isdisjoint(self.replaced):
             return None
-        saved = inputs if self.modulation or (self.total and self.total.gate) else []
-        is_changed = self.writes.between(first, last) or self.writes.behind(last, saved)
+        saved = inputs if self.modulation or (self.sum and self.sum.gate) else []
+        is_changed = self.writes.within(first, last) or self.writes.after(last, saved)
         streams = {node.meta.get("custom", {}).get("stream") for node in self.replaced}
-        return place if len(streams) == 1 and not is_changed else None
+        return point if len(streams) == 1 and not is_changed else None
 
-    def join(self) -> bool:
-        """Insert the call, and let the nodes of the result and of the sum take its results; return whether they fit."""
-        place = self.place()
-        stack = self.module_stack(place) if place else None
-        if place is None or stack is None:
+    def fuse(self) -> bool:
+        """Insert the call, and let the nodes of the result and of the sum take its results, if these match them."""
+        point = self.insertion_point()
+        stack = self.module_stack(point) if point else None
+        if point is None or stack is None:
             return False
         results: dict[Node, Node] = {}
         try:
-            results = self.insert(place)
+            results = self.insert(point)
             if not all(order.are_interchangeable(recorded(new), fake_tensor(old)) for old, new in results.items()):
                 results = {}
         finally:
@@ -437,7 +439,7 @@ class _Match:
                 node.graph.erase_node(node)
         return True
 
-    def module_stack(self, place: Node) -> dict[str, Any] | None:
+    def module_stack(self, point: Node) -> dict[str, Any] | None:
         """Return the modules that contain all replaced nodes, or None if the call splits the nodes of another one.
 
         torch.export.unflatten makes a module of consecutive nodes, and no tuple may cross its border.
@@ -447,36 +449,36 @@ class _Match:
         shared = itertools.takewhile(lambda level: level.count(level[0]) == len(level), zip(*stacks, strict=False))
         depth = len(list(shared))
         if "val" in self.norm.meta and any(len(stack) > depth for stack in stacks):
-            around = [*(node for node in (place.prev, place) if node not in self.replaced), result.next]
+            around = [*(node for node in (point.prev, point) if node not in self.replaced), result.next]
             inner = [list(node.meta.get("nn_module_stack", {}))[depth : depth + 1] for node in around]
             if len(inner) > 1 and any(each and each == inner[-1] for each in inner[:-1]):
                 return None
         return dict(stacks[0][:depth])
 
-    def insert(self, place: Node) -> dict[Node, Node]:
-        """Insert the call, and return the nodes that take the place of the result and of the sum."""
+    def insert(self, point: Node) -> dict[Node, Node]:
+        """Insert the call, and return the new node for the old result and for the old sum."""
         arguments, result = self.arguments, self.modulation.replaced[-1] if self.modulation else self.y
-        with self.norm.graph.inserting_before(place):
-            if self.modulation and self.is_weighted:
+        with self.norm.graph.inserting_before(point):
+            if self.modulation and self.has_own_parameters:
                 arguments |= self._products(self.modulation)
             options = {name: arguments.pop(name) for name in _OPTIONS}
             options = {name: value for name, value in options.items() if value != _OPTIONS[name]}
-            is_fused = arguments["residual"] is not None or arguments["input_scale"] is not None
-            names = [name for name in arguments if is_fused or name not in _NEIGHBORS]
-            target = _ops.forward.fused if is_fused else _ops.forward.default
+            has_neighbors = arguments["residual"] is not None or arguments["input_scale"] is not None
+            names = [name for name in arguments if has_neighbors or name not in _NEIGHBORS]
+            target = _ops.forward.fused if has_neighbors else _ops.forward.default
             call = self._call(target, tuple(arguments[name] for name in names), options)
             results = {result: self._call(operator.getitem, (call, 0))}
-            for total in filter(None, [self.total.total if self.total else None, self.fused_total]):
+            for total in filter(None, [self.sum.total if self.sum else None, self.returned_sum]):
                 results[total] = self._call(operator.getitem, (call, 1))
         with self.norm.graph.inserting_before(result):
-            for view in reversed(self.total.views if self.total else ()):
+            for view in reversed(self.sum.views if self.sum else ()):
                 given = {name: value for name, value in view.kwargs.items() if value is not _source(view)}
                 args = results[result], *view.args[1:]
                 results[result] = self._with_value(view.graph.create_node(view.op, view.target, args, given))
         return results
 
     def _products(self, modulation: _Modulation) -> dict[str, Node | None]:
-        """Insert ``weight * factor`` and ``bias * factor + shift``, which are small."""
+        """Insert ``weight * factor`` and ``bias * factor + shift``, which have no rows, and return the parameters."""
         weight, bias, factor, shift = self.given["weight"], self.given["bias"], modulation.factor, modulation.shift
         product = factor if weight is None else self._call(_aten.mul.Tensor, (weight, factor))
         if bias is not None:
@@ -488,11 +490,11 @@ class _Match:
         return self._with_value(self.norm.graph.call_function(target, args, kwargs))
 
     def _with_value(self, node: Node) -> Node:
-        """Record what the tracer records: the stack of the norm, and a fake value."""
+        """Give a new node the metadata that a tracer records: the norm's stack, and a fake value of its own."""
         self.new.append(node)
         args, kwargs = map_arg((node.args, node.kwargs), recorded)
         function = node.target if callable(node.target) else getattr(torch.Tensor, node.target)
         node.meta = self.norm.meta.copy()
-        with recorded(self.y).fake_mode, torch.no_grad():
+        with recorded(self.y).fake_mode, enable_python_dispatcher(), torch.no_grad():  # as Dynamo, for symbolic sizes
             node.meta["val" if "val" in node.meta else "example_value"] = function(*args, **kwargs)
         return node

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 logger = logging.getLogger(__package__)
@@ -48,13 +50,15 @@ def are_interchangeable(new: Tensor, old: Tensor | None) -> bool:
     return are_equal(new.shape, old.shape) and are_equal(new.stride(), old.stride())
 
 
-def share_storage(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+def may_share_storage(a: Node, b: Node) -> bool:
+    first, second = _storages(a), _storages(b)
+    return first is None or second is None or not first.isdisjoint(second)
 
 
+# Names of functions that write, or that change a mode such as the grad mode.
 _IN_PLACE = re.compile(r"(?<!_)_$|^__|(^|_)(set|enter|exit|seed)(_|$)")
 _MODE = re.compile(r"(^|_)(set|enter|exit)(_|$)")
-# Running statistics, which neither names nor aten's schemas show to be written.
+# These write running statistics, which neither their names nor aten's schemas show.
 _STATISTICS = re.compile("(batch|instance)_norm|^_?sync_batch")
 _KNOWN_MODULES = {"torch", "torch._C", "torch._C._nn", "torch._C._special", "torch._C._linalg", "torch._C._fft"}
 _KNOWN_MODULES |= {"torch.functional", "torch.nn.functional", "torch._jit_internal", "_operator", "math"}
@@ -74,11 +78,10 @@ def operation(node: Any) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
-def misleads(node: Node) -> bool:
-    """Return whether no norm of a graph with this node is joined.
+def forbids_fusion(node: Node) -> bool:
+    """Return whether a node changes a shape in place, so that recorded shapes are wrong, or observes gradients.
 
-    The node changes a shape in place, or observes the gradient of an intermediate sum, which lacks the norm's part in
-    the joined graph.
+    In the fused graph, the gradient of a sum lacks the part that comes from the norm of this sum.
     """
     name = operation(node)
     return name in _RESHAPES or name in ("grad", "backward", "retain_grad") or "hook" in name
@@ -103,7 +106,7 @@ def may_write(node: Node) -> bool:
     name = operation(node)
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.is_mutable or bool(_STATISTICS.search(name))
-    if isinstance(target, torch._ops.OpOverloadPacket):  # a check of this package
+    if isinstance(target, torch._ops.OpOverloadPacket):  # such as torch.ops.layernorm.check
         return any(getattr(target, overload)._schema.is_mutable for overload in target.overloads())
     if isinstance(target, torch._ops.HigherOrderOperator):
         called = bodies(node)
@@ -127,7 +130,7 @@ def _argument(node: Node, name: str, default: Any) -> Any:
 
 
 def hoist_numbers(graph: Graph) -> None:
-    """Move sizes and numbers, such as ``eps`` under ``dynamic=True``, before the sum whose place the norm takes."""
+    """Move sizes and numbers, such as ``eps`` under ``dynamic=True``, to the front, since the call must follow them."""
     first = next(filter(is_call, graph.nodes))
     for node in itertools.takewhile(lambda node: not may_write(node), list(graph.nodes)):
         is_number = isinstance(recorded(node), _NUMBERS)
@@ -144,8 +147,8 @@ def make_sums_out_of_place(graph: Graph) -> None:
     sums = {node for node in named if "val" not in node.meta and fake_tensor(node.args[0]) is not None}
     for node in sorted(sums):
         node.args[0].replace_all_uses_with(node, lambda user: user > node)  # noqa: B023 (called immediately)
-    first: dict[int | None, Node] = {}  # of each storage; values of unknown kind have the storage None
-    reader: dict[int | None, Node] = {}  # the last one of the tensors so far
+    first: dict[int | None, Node] = {}  # the first node of each storage; values of unknown types have the storage None
+    reader: dict[int | None, Node] = {}  # the last reader of the tensors that a storage has so far
     mode = None  # the last switch of grad mode, which decides whether the sum has a gradient
     for node in graph.nodes:
         value = fake_tensor(node)
@@ -154,14 +157,14 @@ def make_sums_out_of_place(graph: Graph) -> None:
             is_new = is_call(first[storage]) and (mode is None or first[storage] > mode)
             if is_new and reader[storage] <= node and reader.get(None, node) <= node and len(node.args) <= 2:
                 args, kwargs = map_arg((node.args, node.kwargs), recorded)
-                with recorded(node).fake_mode, torch.no_grad():
+                with recorded(node).fake_mode, enable_python_dispatcher(), torch.no_grad():  # for symbolic sizes
                     new = torch.add(*args, **kwargs)
                 if are_interchangeable(new, value):
                     node.op, node.target = "call_function", torch.add
             if node.target is not torch.add:
                 logger.debug("%s stays in place: an input, another reader or a mode has its tensor", node.name)
         storages = _storages(node)
-        for each in (None,) if storages is None and is_call(node) else storages or ():
+        for each in (None,) if storages is None else storages:
             first.setdefault(each, node)
             reader[each] = max([reader.get(each, node), *node.users])
         if is_call(node) and _MODE.search(operation(node)):
@@ -169,18 +172,18 @@ def make_sums_out_of_place(graph: Graph) -> None:
 
 
 class Writes:
-    """The nodes of a graph that may write. Joining norms neither adds nor removes one."""
+    """The nodes of a graph that may write, found once: fusing norms neither adds nor removes one."""
 
     def __init__(self, graph: Graph) -> None:
         self._nodes = list(filter(may_write, graph.nodes))
         self._last = {key: node for node in self._nodes for each in _written(node) for key in _storages(each) or ()}
 
-    def between(self, first: Node, last: Node) -> bool:
-        """Return whether a node from the first to the last one may change what another one reads."""
+    def within(self, first: Node, last: Node) -> bool:
+        """Return whether a node from the first to the last one may write."""
         return bisect.bisect_left(self._nodes, first) < bisect.bisect_right(self._nodes, last)
 
-    def behind(self, last: Node, tensors: Iterable[Node]) -> bool:
-        """Return whether a later node may change one of these tensors, which the call saves for backward, or a view."""
+    def after(self, last: Node, tensors: Iterable[Node]) -> bool:
+        """Return whether a node after ``last`` may write one of these tensors, which backward reads, or a view."""
         return any(self._last.get(key, last) > last for tensor in tensors for key in _storages(tensor) or ())
 
 
@@ -196,7 +199,14 @@ def _written(node: Node) -> list[Node]:
 
 def _storages(node: Node) -> set[int] | None:
     """Return the storages of a node's tensors, or None if a value is of an unknown kind."""
-    leaves = tree_leaves(recorded(node))
-    if not all(isinstance(leaf, (Tensor, str, type(None), *_NUMBERS)) for leaf in leaves):
-        return None
-    return {t.untyped_storage()._cdata for t in leaves if type(t) is FakeTensor and t.layout is torch.strided}
+    leaves, found = tree_leaves(recorded(node)), set()
+    while leaves:
+        leaf = leaves.pop()
+        if type(leaf) is FakeTensor and leaf.layout is torch.strided:
+            found.add(leaf.untyped_storage()._cdata)
+        elif is_traceable_wrapper_subclass(leaf):  # such as a jagged tensor, or DTensor, whose mesh is no tensor
+            inner = (getattr(leaf, name) for name in leaf.__tensor_flatten__()[0])
+            leaves += (each for each in inner if isinstance(each, Tensor))
+        elif not isinstance(leaf, (str, type(None), *_NUMBERS)):
+            return None
+    return found

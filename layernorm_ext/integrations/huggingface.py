@@ -69,7 +69,7 @@ def _register_with_transformers(mapping: dict[str, dict[str, _Repository]]) -> N
     for name, repositories in mapping.items():
         theirs.setdefault(name, {}).update(repositories)
     for cls, layer in classes:
-        # A subclass may have another formula.
+        # The replacement also applies to subclasses, which may have another formula.
         kernels.replace_kernel_forward_from_hub(cls, layer, condition=lambda module, cls=cls: type(module) is cls)
 
 
@@ -99,7 +99,7 @@ _GATE_FIRST = {
 _UNDECORATED = {"RMSNormZeroCentered": _ZERO_CENTERED, "RMSNormGateFirst": _GATE_FIRST}
 
 
-# The layers. ``kernels`` binds their ``forward`` to modules of other classes, and allows no further methods.
+# The layers. ``kernels`` binds their ``forward`` to the modules that it replaces, and allows no further methods.
 
 
 class _RMSNorm(torch.nn.Module):
@@ -132,7 +132,7 @@ class _RMSNormGated(torch.nn.Module):
     activation: Any
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        if gate is None:  # the default of some classes, which they cannot compute either
+        if gate is None:  # some classes have this default, and fail in their own forward
             raise TypeError(f"Expected gate to be a Tensor for {type(self).__name__}, but got gate=None")
         return _rms_norm(self, hidden_states, gate, activation=self.activation)
 
@@ -154,12 +154,13 @@ _LAYERS = {
 
 
 def _rms_norm(module: Any, x: Tensor, *gate: Tensor | None, **options: Any) -> Tensor:
-    """Compute what the module's own ``forward`` computes, in the dtype that it returns."""
+    """Compute what the class's own ``forward`` computes, in the dtype that it returns."""
     weight = module.weight
     shape = module.normalized_shape if weight is None else weight.shape
     eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
     dtype = x.dtype
-    if weight is not None and weight.dtype != dtype:  # some classes return the input's dtype, others the wider one
+    # Some classes return the input's dtype, others the wider one; their forward tells it for an input without rows.
+    if weight is not None and weight.dtype != dtype:
         empty = x.new_empty(0, *shape)
         dtype = type(module).forward(module, empty, *(empty for _ in gate)).dtype
         x = x.to(torch.promote_types(x.dtype, dtype))

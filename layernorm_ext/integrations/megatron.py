@@ -25,8 +25,8 @@ class Norm:
     ``persist_layer_norm``            has no effect: the kernels are the same
     ================================  ==================================================================
 
-    Megatron calls it with ``config``, ``hidden_size`` and ``eps``. The other arguments are those of its norms; the
-    config decides.
+    Megatron calls it with ``config``, ``hidden_size`` and ``eps``. The other arguments are those of Megatron's norms,
+    and have no effect: the config has the same options.
 
     Raises:
         ValueError: ``config.normalization`` is another one.

@@ -54,7 +54,7 @@ class RMSNorm(modules.RMSNorm, _Module):  # type: ignore[misc]
         super().__init__(config.normalized_shape, config.eps, config.elementwise_affine)
 
 
-# Subclasses of torchtitan's configs, to which `exact` does not apply the overrides, are configs of other formulas.
+# With `exact`, an override does not apply to subclasses of its target, which are configs of other formulas.
 
 
 @_config.override(target=_modules.LayerNorm.Config, description="LayerNorm of layernorm_ext", exact=True)  # type: ignore[untyped-decorator]

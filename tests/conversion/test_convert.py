@@ -132,6 +132,15 @@ def test_revert_refuses_a_layer_whose_class_changed_again(cls, name):
     assert [type(module) for module in model] == [torch.nn.LayerNorm, cls]
 
 
+def test_revert_refuses_a_layer_whose_class_is_no_longer_derived_from_ours():
+    model = torch.nn.Sequential(torch.nn.RMSNorm(5), torch.nn.LayerNorm(5))
+    convert(model)
+    model[1].__class__ = torch.nn.LayerNorm
+    with pytest.raises(RuntimeError, match="Expected 1 to be a layernorm_ext.modules.LayerNorm, .* undo that change"):
+        revert(model)
+    assert type(model[0]) is RMSNorm  # nothing was reverted
+
+
 def test_revert_refuses_a_layer_whose_forward_was_replaced():
     """Hooks of accelerate call the forward that they found, and put it on the object when they are removed."""
     model = torch.nn.Sequential(torch.nn.RMSNorm(5), torch.nn.LayerNorm(5))

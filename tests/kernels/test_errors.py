@@ -275,6 +275,14 @@ def test_a_residual_must_be_a_tensor(name):
     assert_refused_in_every_mode(lambda x: function(x, None, (4,)), message)
 
 
+@pytest.mark.parametrize("inplace", [1, None], ids=repr)
+@pytest.mark.parametrize("name", [name for name in layernorm_ext.__all__ if name.startswith("add_")])
+def test_inplace_must_be_a_bool(name, inplace):
+    function = getattr(layernorm_ext, name)
+    message = rf"{name}\(\): argument 'inplace' must be bool, not {type(inplace).__name__}"
+    assert_refused_in_every_mode(lambda x: function(x, x.clone(), (4,), inplace=inplace), message)
+
+
 @pytest.mark.parametrize("num_groups", [2.0, True, "2", None], ids=repr)
 @pytest.mark.parametrize("name", ["gated_layer_norm", "gated_rms_norm"])
 def test_num_groups_must_be_an_integer(name, num_groups):

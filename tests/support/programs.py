@@ -1,4 +1,4 @@
-"""Random programs around norms, for the pass that joins norms with their neighbors."""
+"""Random programs around norms, for the pass that fuses norms with their neighbors."""
 
 import contextlib
 import operator

@@ -1,4 +1,4 @@
-"""The pass that joins norms with their neighbors in compiled graphs."""
+"""The pass that fuses norms with their neighbors in compiled graphs."""
 
 import logging
 import os
@@ -59,7 +59,7 @@ def assert_same(actual, expected, **tolerance):
 
 
 def compare(function, arguments=None, backend=fusion.eager, **options):
-    """Compare a compiled function with the eager one and return what was joined."""
+    """Compare a compiled function with the eager one and return what was fused."""
     arguments = tensors() if arguments is None else arguments
     compiled = torch.compile(function, backend=backend, **{"fullgraph": True} | options)
     assert_same(*(outputs_and_gradients(each, arguments) for each in (compiled, function)))
@@ -162,7 +162,7 @@ MODULATIONS = [
     "(y := norm(x)) * s + y + h",
     "h + torch.addcmul(y := norm(x), y, s)",
 ]
-# A sum before a modulation, and what is joined.
+# A sum before a modulation, and what is fused.
 BOTH = {
     "(y, t) = layernorm_ext.add_layer_norm(x, r, (8,)); return y * (1 + s) + h, t": MODULATE,
     "(y, t) = layernorm_ext.add_layer_norm(x, r, (8,), w, b, gate=g); return y * (1 + s), t": MODULATE,
@@ -177,17 +177,17 @@ BOTH = {
     "(norm((t := x + r).view(3, 2, 8)) * (1 + w) + b, t)": ADD_MODULATE,
     "(norm((t := x + r).view(2, 1, 3, 8)) * (1 + s[:, None]), t)": ADD,
 }
-JOINED = dict.fromkeys(SUMS, ADD) | dict.fromkeys(GATES, GATE) | dict.fromkeys(MODULATIONS, MODULATE) | BOTH
+FUSED = dict.fromkeys(SUMS, ADD) | dict.fromkeys(GATES, GATE) | dict.fromkeys(MODULATIONS, MODULATE) | BOTH
 
 
-@pytest.mark.parametrize("text", JOINED)
-def test_neighbors_are_joined(text):
-    assert compare(function_of(text)) == JOINED[text]
+@pytest.mark.parametrize("text", FUSED)
+def test_neighbors_are_fused(text):
+    assert compare(function_of(text)) == FUSED[text]
 
 
-@pytest.mark.parametrize("text", [text for text in JOINED if "reshape" in text or "unsqueeze" in text or text in BOTH])
+@pytest.mark.parametrize("text", [text for text in FUSED if "reshape" in text or "unsqueeze" in text or text in BOTH])
 def test_any_batch_takes_one_graph_without_new_guards(text):
-    assert compare(function_of(text), dynamic=True) == JOINED[text]
+    assert compare(function_of(text), dynamic=True) == FUSED[text]
     torch._dynamo.reset()
     counters = CompileCounterWithBackend(fusion.eager), CompileCounterWithBackend("eager")
     options = {"fullgraph": True, "dynamic": True}
@@ -199,7 +199,7 @@ def test_any_batch_takes_one_graph_without_new_guards(text):
     assert counters[0].frame_count == counters[1].frame_count
 
 
-# Functions whose graph stays as it is, or is joined in part
+# Functions whose graph stays as it is, or is fused in part
 
 REFUSED = [
     "two(x + w)",
@@ -249,7 +249,7 @@ PARTS = {
     "((p := norm(x) * (1 + s)) + h, p.sin())": MODULATE,
     "with torch.no_grad(): t = x + r\nreturn norm(t) * (1 + s) + h, t": MODULATE,
     "t = x + r; y = norm(t.detach() + r); t.mul_(2); return y, t": ADD,
-    # The joined calls would save, besides what these programs save, what they write.
+    # The fused calls would save, besides what these programs save, what they write.
     "y = norm(x, weight=w, bias=b) * (1 + s) + h; b.mul_(2); return y": {},
     "t = r + g * x.detach(); y = norm(t); g.mul_(2); return y, t": ADD,
     "t = (x + r).detach(); y = norm(t) * (1 + s); t.mul_(2); return y": {},
@@ -258,7 +258,7 @@ PARTS = {
     "t = x + r; return layernorm_ext.gated_layer_norm(t, None, (8,), num_groups=2) * (1 + s) + h, t": MODULATE,
     # The early write must not get behind the call, whose last argument comes before it.
     "r = r.sin(); x.mul_(2); return two(x + r)": ADD,
-    # Autograd saves less in the original: with the joined call, a later write would make backward raise.
+    # Autograd saves less in the original: with the fused call, a later write would make backward raise.
     "k = g.sin(); y = norm(r + k * x.detach()); k.mul_(2); return y": ADD,
     "v = b.sin(); y = norm(x, weight=w, bias=v) * (1 + s.detach()); v.mul_(2); return y": {},
     # The hook sees the norm's part of the gradient.
@@ -282,6 +282,47 @@ def test_sums_that_stay_in_place_are_named(caplog):
     assert "add_ stays in place" in caplog.text
 
 
+OFFSETS = torch.tensor([0, 2, 6])
+jagged = torch.nested.nested_tensor_from_jagged
+
+
+def sum_in_place_of_values(x, r):
+    """The memory of the sum is that of an input."""
+    values = x.values()
+    values += r
+    return norm(values)
+
+
+def nested_tensor_of_a_sum(x, r):
+    """A nested tensor reads the sum."""
+    total = x * 2
+    nested = jagged(total, OFFSETS)
+    total += r
+    return norm(total), (nested * 1).values()
+
+
+def vmap_over_a_sum(x, r):
+    """The batched tensor in vmap reads the sum."""
+
+    def add_and_double(row):
+        total.add_(r)
+        return row * 2
+
+    total = x * 2
+    return norm(total), torch.vmap(add_and_double)(total)
+
+
+@pytest.mark.parametrize("function", [sum_in_place_of_values, nested_tensor_of_a_sum, vmap_over_a_sum])
+def test_sums_whose_memory_a_tensor_of_another_class_reads_stay_in_place(function):
+    results = []
+    for compiled in (function, torch.compile(function, backend=fusion.eager)):
+        values = torch.zeros(6, 8)
+        x = jagged(values, OFFSETS) if function is sum_in_place_of_values else values
+        results.append((compiled(x, torch.ones(6, 8)), values))
+    assert_same(*results)
+    assert not fuse_neighbors.counts
+
+
 def waits(x, r):
     total = x + r
     torch.ops.streams.wait_stream(0, 1)
@@ -301,12 +342,12 @@ def test_calls_stay_on_their_streams(function):
     pytest.importorskip("torch._dynamo.variables.streams")
     graphs = []
 
-    def joined(module, example_inputs):
+    def fused(module, example_inputs):
         graphs.append(module.graph)
         fuse_neighbors(module.graph)
         return lambda *inputs: inputs[:1]
 
-    torch.compile(function, backend=joined, fullgraph=True)(*tensors()[:2])
+    torch.compile(function, backend=fused, fullgraph=True)(*tensors()[:2])
     assert len(graphs) == 1 and not fuse_neighbors.counts
 
 
@@ -324,7 +365,7 @@ def assert_close_to(actual, expected):
 
 
 def failure(seed):
-    """Return how the results of a random program change where its norms are joined."""
+    """Return how the results of a random program change where its norms are fused."""
     text = programs.source(seed)
     try:
         expected = programs.results_of(programs.build(text), seed)
@@ -408,8 +449,8 @@ def test_random_programs_with_a_child(first, kind):
             continue
         originals = compilers("eager")
         try:
-            joined = compilers(fusion.eager)
-            for original, each in zip(originals, joined, strict=True):
+            fused = compilers(fusion.eager)
+            for original, each in zip(originals, fused, strict=True):
                 try:
                     assert_close_to(results(original), expected)
                 except Exception:  # unflatten drops writes to statistics whose result is not used
@@ -451,8 +492,8 @@ def test_an_option_of_inductor(backward, log):
 )
 def test_the_configuration_of_inductor(passes):
     with torch._inductor.config.patch(pre_grad_custom_pass=passes, force_disable_caches=True):
-        joined = compare(block, backend="inductor", mode="max-autotune-no-cudagraphs", dynamic=True)
-    assert joined.keys() == ALL.keys()
+        fused = compare(block, backend="inductor", mode="max-autotune-no-cudagraphs", dynamic=True)
+    assert fused.keys() == ALL.keys()
 
 
 def test_caches_know_the_pass(tmp_path, monkeypatch):
@@ -492,7 +533,7 @@ class Program(torch.nn.Module):
 
 
 @pytest.mark.parametrize("decompose", [False, True])
-def test_exported_programs_are_joined_by_hand(decompose, tmp_path):
+def test_exported_programs_are_fused_by_hand(decompose, tmp_path):
     arguments = tuple(t.detach() for t in tensors())
     shapes = [{0: torch.export.Dim("batch")} if t.dim() > 1 else None for t in arguments]
     with trace_as("kernel"):
@@ -506,6 +547,24 @@ def test_exported_programs_are_joined_by_hand(decompose, tmp_path):
     others = tuple(t.detach() for t in tensors(shape=(5, 3, 8)))
     for each in (program, loaded):
         assert_same(each.module()(*others), block(*others))
+
+
+class DropoutAtTheEnd(torch.nn.Module):
+    """Returns a dropout without effect, whose name the program's signature has."""
+
+    def forward(self, x, r):
+        total = x + r
+        return F.dropout(norm(total), training=False), F.dropout(total, training=False), r.to(r.dtype)
+
+
+def test_exported_programs_keep_the_names_of_their_outputs(tmp_path):
+    arguments = randn((2, 3, 8), F64), randn((2, 3, 8), F64)
+    program = exported(DropoutAtTheEnd(), *arguments)
+    assert dict(fuse_neighbors.counts) == ADD
+    program.validate()
+    torch.export.save(program, tmp_path / "program.pt2")
+    for each in (program, torch.export.load(tmp_path / "program.pt2")):
+        assert_same(each.module()(*arguments), DropoutAtTheEnd()(*arguments))
 
 
 def test_graphs_of_other_operators_are_left(log):
@@ -586,7 +645,7 @@ class ModulatingChild(torch.nn.Module):
 
 
 class NormOutside(torch.nn.Module):
-    """The joined call would come behind the factor, in the middle of the child."""
+    """The fused call would come behind the factor, in the middle of the child."""
 
     def __init__(self):
         super().__init__()
@@ -631,7 +690,7 @@ def test_unflatten_where_a_call_would_split_a_module():
 
 
 @pytest.mark.parametrize(
-    ("text", "joined"),
+    ("text", "fused"),
     [
         ("two(x + r, normalized_shape=x.shape[-1:])", ADD),
         ("two(x, normalized_shape=x.shape[-1:])", {}),
@@ -650,13 +709,14 @@ def test_unflatten_where_a_call_would_split_a_module():
             "t = x + r; y = norm(t); states = torch.zeros(2, *t.shape, dtype=t.dtype); states[0] = t; return y, states",
             ADD,
         ),
+        ("norm(x, weight=w, bias=b) * s + h", MODULATE),
         ("y = norm(x); n = y.shape[1]; return y * (1 + x.detach())[:, :n]", None),
     ],
 )
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_sizes_and_keywords_of_views(text, joined, dynamic):
+def test_sizes_and_keywords_of_views(text, fused, dynamic):
     counts = compare(function_of(text), dynamic=dynamic)
-    assert joined is None or counts == joined
+    assert fused is None or counts == fused
 
 
 def test_numbers_are_read_behind_writes():

@@ -1,4 +1,4 @@
-"""Converted models of other packages, whose norms are joined with their neighbors."""
+"""Converted models of other packages, whose norms are fused with their neighbors."""
 
 import copy
 
@@ -14,11 +14,11 @@ from layernorm_ext.fusion import _graph_order as order
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("torchvision", "one_thread")]
 
-# Name of the model -> the joined calls: most have two layers, and two norms in each behind an addition.
-JOINED = dict.fromkeys(MODELS, {"add": 4})
-JOINED |= dict.fromkeys(("ConvNextForImageClassification", "timm convnext_tiny"), {})
-JOINED |= dict.fromkeys(("MambaForCausalLM", "Mamba2ForCausalLM"), {})  # residuals of float32 beside float64
-JOINED |= {
+# Name of the model -> the fused calls: most have two layers, and two norms in each behind an addition.
+FUSED = dict.fromkeys(MODELS, {"add": 4})
+FUSED |= dict.fromkeys(("ConvNextForImageClassification", "timm convnext_tiny"), {})
+FUSED |= dict.fromkeys(("MambaForCausalLM", "Mamba2ForCausalLM"), {})  # residuals of float32 beside float64
+FUSED |= {
     "WhisperForConditionalGeneration": {"add": 4},
     "T5ForConditionalGeneration": {"add": 10},
     "diffusers DiTTransformer2DModel": {"gate, add and modulate": 4, "modulate": 1},
@@ -33,7 +33,7 @@ IMAGES = LAYERS | {"sample_size": 8, "out_channels": 4}
 IMAGE, TEXT, POOLED = {"hidden_states": (4, 8, 8)}, {"encoder_hidden_states": (5, 12)}, {"pooled_projections": (6,)}
 ROWS = {"hidden_states": (6, 4)}
 
-# Model of diffusers -> its options, the shapes of its inputs without the batch, other inputs, norms, and joined calls.
+# Model of diffusers -> its options, the shapes of its inputs without the batch, other inputs, norms, and fused calls.
 DIFFUSERS = {
     "PixArtTransformer2DModel": (
         IMAGES | {"cross_attention_dim": 16, "caption_channels": 12, "use_additional_conditions": False},
@@ -89,12 +89,12 @@ DIFFUSERS = {
 }
 
 
-# Name of the model -> the joinable norms that are not joined.
+# Name of the model -> the fusible norms that are not fused.
 CHANNELS_FIRST = dict.fromkeys(("ConvNextForImageClassification", "timm convnext_tiny"), 3)
 MISSED = CHANNELS_FIRST | {"WhisperForConditionalGeneration": 3}  # its encoder's sums have strides of a convolution
 
 
-def is_joinable(norm):
+def is_fusible(norm):
     """Return whether a norm reads a sum of two tensors like it, or its output is only multiplied by smaller tensors.
 
     Views between the sum and the norm do not count, and neither does an operation that returns its input.
@@ -119,13 +119,13 @@ def shares_storage(first, second):
     return a is not None and b is not None and a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
-def compare(model, inputs, norms, joined, missed):
-    """Compare logits and gradients of the joined model with those of the converted one, in a single graph."""
-    joinable = []
+def compare(model, inputs, norms, fused, missed):
+    """Compare logits and gradients of the fused model with those of the converted one, in a single graph."""
+    fusible = []
 
     def backend(module, example_inputs):
         norms = [node for node in module.graph.nodes if node.target is torch.ops.layernorm.forward.default]
-        joinable.extend(filter(is_joinable, norms))
+        fusible.extend(filter(is_fusible, norms))
         return fusion.eager(module, example_inputs)
 
     report = convert(model)
@@ -135,36 +135,36 @@ def compare(model, inputs, norms, joined, missed):
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     # Some ten layers each round some ten times by 1e-16. Some models convert to float32 within.
     assert_close(*(logits_and_gradients(each, inputs) for each in (compiled, model)), 2e-6)
-    assert dict(fusion.fuse_neighbors.counts) == joined and counter.frame_count == 1
-    assert len(joinable) == sum(joined.values()) + missed
+    assert dict(fusion.fuse_neighbors.counts) == fused and counter.frame_count == 1
+    assert len(fusible) == sum(fused.values()) + missed
 
 
-@pytest.mark.parametrize("name", JOINED)
-def test_norms_of_models_are_joined(name):
+@pytest.mark.parametrize("name", FUSED)
+def test_norms_of_models_are_fused(name):
     model, inputs = model_and_inputs(name, F64)
-    compare(model.eval(), inputs, sum(MODELS[name][1].values()), JOINED[name], MISSED.get(name, 0))
+    compare(model.eval(), inputs, sum(MODELS[name][1].values()), FUSED[name], MISSED.get(name, 0))
 
 
 @pytest.mark.parametrize("name", DIFFUSERS)
-def test_norms_of_diffusion_transformers_are_joined(name):
-    options, shapes, others, norms, joined = DIFFUSERS[name]
+def test_norms_of_diffusion_transformers_are_fused(name):
+    options, shapes, others, norms, fused = DIFFUSERS[name]
     diffusers = pytest.importorskip("diffusers")
     model = randomize(getattr(diffusers, name)(**copy.deepcopy(options))).double().eval()
     inputs = {key: torch.randn(2, *shape, dtype=F64) for key, shape in shapes.items()} | others
-    compare(model, inputs, norms, joined, MISSED.get(name, 0))
+    compare(model, inputs, norms, fused, MISSED.get(name, 0))
 
 
-def test_nineteen_of_twenty_joinable_norms_are_joined():
+def test_nineteen_of_twenty_fusible_norms_are_fused():
     """The tests above compare both tables with the graphs."""
-    tables = JOINED | {name: joined for name, (*_, joined) in DIFFUSERS.items()}
-    joined = {name: sum(table.values()) for name, table in tables.items() if name not in CHANNELS_FIRST}
-    missed = sum(MISSED.get(name, 0) for name in joined)
-    assert sum(joined.values()) >= 0.95 * (sum(joined.values()) + missed)
+    tables = FUSED | {name: fused for name, (*_, fused) in DIFFUSERS.items()}
+    fused = {name: sum(table.values()) for name, table in tables.items() if name not in CHANNELS_FIRST}
+    missed = sum(MISSED.get(name, 0) for name in fused)
+    assert sum(fused.values()) >= 0.95 * (sum(fused.values()) + missed)
 
 
 @pytest.mark.parametrize("is_contiguous", [False, True])
 def test_a_contiguous_patch_embedding_joins_an_encoder(is_contiguous):
-    """Sums inherit the strides of a convolution, which the joined call cannot write."""
+    """Sums inherit the strides of a convolution, which the fused call cannot write."""
     siglip = pytest.importorskip("transformers.models.siglip.modeling_siglip")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
     options = siglip.SiglipVisionConfig(**sizes, num_hidden_layers=2)

@@ -1,4 +1,4 @@
-"""The operators of torch that write without saying so, as the pass that joins norms knows them."""
+"""The operators of torch that write without saying so, as the pass that fuses norms knows them."""
 
 import importlib
 import itertools

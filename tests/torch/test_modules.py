@@ -285,6 +285,17 @@ def test_lazy_module_loads_and_saves_its_state():
     assert uninitialized(x).shape == x.shape
 
 
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_lazy_module_keeps_a_parameter_that_was_loaded_alone(zero_centered):
+    norm, x = LayerNorm(5, zero_centered_weight=zero_centered), torch.randn(2, 5)
+    for name, loaded in (("weight", torch.randn(5)), ("bias", torch.randn(5))):
+        lazy = LazyLayerNorm(zero_centered_weight=zero_centered)
+        lazy.load_state_dict({name: loaded}, strict=False)
+        lazy(x)
+        for other, parameter in lazy.named_parameters():
+            assert torch.equal(parameter, loaded if other == name else norm.get_parameter(other))
+
+
 def test_lazy_module_checks_dimensions():
     with pytest.raises(ValueError, match="Expected dimensions to be at least 1, but got dimensions=0"):
         LazyLayerNorm(0)

@@ -65,6 +65,35 @@ def test_in_place_addition_returns_the_nested_residual(layout):
     assert_same_components(residual, expected[1].unbind())
 
 
+def test_an_empty_batch_keeps_its_dtypes():
+    x = torch.nested.nested_tensor([], dtype=torch.bfloat16)
+    residual = torch.nested.nested_tensor([], dtype=torch.float32)
+    assert [t.dtype for t in (layer_norm(x, (8,)), *add_layer_norm(x, residual, (8,)))] == [
+        x.dtype,
+        x.dtype,
+        residual.dtype,
+    ]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_jagged_results_keep_the_lengths_that_attention_needs(compiled):
+    x = torch.nested.nested_tensor_from_jagged(torch.randn(8, 4), torch.tensor([0, 2, 8]), min_seqlen=2, max_seqlen=6)
+    norm = torch.compile(layer_norm, backend="eager") if compiled else layer_norm
+    output = norm(x, (4,))
+    assert (output._maybe_min_seqlen, output._maybe_max_seqlen) == (2, 6)
+
+
+def test_residuals_with_holes_in_other_places_are_refused():
+    """Jagged tensors of the same lengths have equal shapes, wherever their components begin."""
+    values, lengths = torch.randn(6, 4), torch.tensor([2, 2])
+    x, residual = (
+        torch.nested.nested_tensor_from_jagged(values, torch.tensor(offsets), lengths)
+        for offsets in ([0, 2, 6], [0, 4, 6])
+    )
+    with pytest.raises(RuntimeError, match=r"offsets .*\[0, 4, 6\].*\[0, 2, 6\]"):
+        add_layer_norm(x, residual, (4,))
+
+
 @layouts
 def test_errors_name_the_argument(layout):
     x = nested(layout)

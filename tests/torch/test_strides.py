@@ -177,9 +177,9 @@ class Calls(torch.nn.Module):
             call.check(each)
 
 
-@pytest.mark.parametrize("joins", [False, True], ids=["", "fusion"])
-def test_compiled_calls(joins):
-    module, backend = Calls(SOME[1:] if joins else SOME), fusion.eager if joins else "aot_eager"
+@pytest.mark.parametrize("fuses", [False, True], ids=["", "fusion"])
+def test_compiled_calls(fuses):
+    module, backend = Calls(SOME[1:] if fuses else SOME), fusion.eager if fuses else "aot_eager"
     tensors = [t.detach().requires_grad_() for t in module.tensors]
     results = torch.compile(module, fullgraph=True, backend=backend)(*tensors)
     outputs = [y for each in results for y in each]

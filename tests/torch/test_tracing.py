@@ -14,6 +14,7 @@ from support.models import FAMILY, Model, save_and_load
 from support.reference import BF16, DTYPES_16_BIT, F16, F32, F64, dtypes_id
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounter
 from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import layernorm_ext
 from layernorm_ext import (
@@ -605,6 +606,20 @@ def test_eager_calls_ignore_the_setting():
     expected = layer_norm(x, (64,))
     with trace_as("aten"):
         assert torch.equal(layer_norm(x, (64,)), expected)
+
+
+@pytest.mark.parametrize("tracing_mode", ["real", "symbolic"])
+def test_make_fx_records_the_chosen_operators(tracing_mode):
+    def gradients(x, r, w):
+        output, total = layernorm_ext.add_layer_norm(x, r.clone(), (8,), w, inplace=True)
+        return torch.autograd.grad((output * total).sum(), [x, w])
+
+    tensors = [torch.randn(*size, 8, dtype=F64, requires_grad=True) for size in ((3,), (3,), ())]
+    for operators in ("kernel", "aten"):
+        trace_as(operators)
+        graph = make_fx(gradients, tracing_mode=tracing_mode)(*tensors)
+        assert calls_kernels(graph) == (operators == "kernel")
+        torch.testing.assert_close(graph(*tensors), gradients(*tensors), **ANOTHER_ORDER)
 
 
 @pytest.mark.parametrize("norm", [LayerNorm(64), layernorm_ext.RMSNorm(64, eps=1e-6)], ids=repr)
