@@ -73,13 +73,8 @@ def norm(
     (csrc/python.cpp), which calls this one for nested tensors and other unusual arguments, and while a tracer records
     operators.
     """
-    tensors: dict[str, Any] = {
-        "residual": residual,
-        "weight": weight,
-        "bias": bias,
-        "gate": gate,
-        "input_scale": input_scale,
-    }
+    tensors: dict[str, Any] = {"residual": residual, "weight": weight, "bias": bias, "gate": gate}
+    tensors["input_scale"] = input_scale
     flags = {
         "rms": rms,
         "zero_centered_weight": zero_centered_weight,

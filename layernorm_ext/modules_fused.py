@@ -26,16 +26,8 @@ from .functional import (
 )
 from .modules import LayerNorm, RMSNorm, describe_options
 
-__all__ = [
-    "AdaLayerNorm",
-    "AdaRMSNorm",
-    "AddAdaLayerNorm",
-    "AddAdaRMSNorm",
-    "AddLayerNorm",
-    "AddRMSNorm",
-    "GatedLayerNorm",
-    "GatedRMSNorm",
-]
+__all__ = ["AdaLayerNorm", "AdaRMSNorm", "AddAdaLayerNorm", "AddAdaRMSNorm", "AddLayerNorm", "AddRMSNorm"]
+__all__ += ["GatedLayerNorm", "GatedRMSNorm"]
 
 
 class TakesSeveralInputs(torch.nn.Module):

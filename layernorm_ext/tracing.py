@@ -101,11 +101,6 @@ def _is_exporting() -> bool:
     return torch.compiler._is_exporting_flag  # some versions' is_exporting() is also True under torch.compile
 
 
-def _is_in_torchscript_exporter() -> bool:
-    """Return whether ``torch.onnx.export(..., dynamo=False)`` is tracing; ``dynamo=True`` uses torch.export."""
-    return torch.jit.is_tracing() and torch.onnx.is_in_onnx_export()
-
-
 def constant_sizes(sizes: Sequence[int]) -> Sequence[int]:
     """Convert the sizes, which torch.jit.trace represents as tensors, to integers."""
     if not torch.jit.is_tracing():
@@ -195,7 +190,7 @@ def _norm_rows(
     if affine_follows or any(parameter.dtype != x.dtype for parameter in parameters):
         x = cast(x, accumulation_dtype(x))
         weight, bias = (None if parameter is None else cast(parameter, x.dtype) for parameter in (weight, bias))
-    if rms and _is_in_torchscript_exporter():  # it cannot export aten::rms_norm
+    if rms and torch.jit.is_tracing() and torch.onnx.is_in_onnx_export():  # the older exporter lacks aten::rms_norm
         affine_follows = True
         last = [-1 - d for d in range(dims)]
         x = cast(x, accumulation_dtype(x))
