@@ -75,14 +75,8 @@ def norm(
     """
     tensors: dict[str, Any] = {"residual": residual, "weight": weight, "bias": bias, "gate": gate}
     tensors["input_scale"] = input_scale
-    flags = {
-        "rms": rms,
-        "zero_centered_weight": zero_centered_weight,
-        "images": images,
-        "memory_efficient": memory_efficient,
-        "sigmoid": sigmoid,
-        "gate_first": gate_first,
-    }
+    flags = {"rms": rms, "zero_centered_weight": zero_centered_weight, "images": images, "sigmoid": sigmoid}
+    flags |= {"memory_efficient": memory_efficient, "gate_first": gate_first}
     required = ("input", "residual") if name.startswith("add_") else ("input",)
     check_types(name, {"input": input, **tensors}, required, flags | {"inplace": inplace}, num_groups)
     normalized_shape, eps = as_numbers(name, normalized_shape, eps)
