@@ -17,10 +17,7 @@ _PUBLIC_NAMES = {"weight": "scale", "bias": "shift", "input_scale": "gate"}
 
 
 def describe_name(argument: str, zero_centered_weight: bool) -> str:
-    """Return an operator's argument for an error, with its public name if that may differ, as csrc/ops/checks.cpp does.
-
-    The adaptive functions have a zero-centered weight, as other functions may.
-    """
+    """Return an operator's argument with its public name, if that may differ, as csrc/ops/checks.cpp does."""
     may_differ = argument in _PUBLIC_NAMES and (argument == "input_scale" or zero_centered_weight)
     return f"{argument} ({_PUBLIC_NAMES[argument]})" if may_differ else argument
 
@@ -76,10 +73,7 @@ def _type_name(value: object) -> str:
 
 
 def _type_error(name: str, argument: str, expected: str, *value: object) -> TypeError:
-    """Return the error of torch's parser, with the argument's name and position in the public function.
-
-    ``value`` is the refused argument, unless ``expected`` describes it.
-    """
+    """Return the error of torch's parser, with the argument's name and position in the public function."""
     from . import functional  # which imports this module
 
     position = ""

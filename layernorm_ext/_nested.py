@@ -164,8 +164,8 @@ def _norm_over_ragged(
         total = residual.values().copy_(x) if inplace else x
     x = tracing.cast(x, tracing.accumulation_dtype(values))
     dims = range(x.dim() - len(normalized_shape), x.dim())
-    components = torch.arange(lengths.size(0), device=values.device)
-    component = torch.repeat_interleave(components, lengths, output_size=x.size(ragged_dim))
+    indices = torch.arange(lengths.size(0), device=values.device)
+    component = torch.repeat_interleave(indices, lengths, output_size=x.size(ragged_dim))  # of each ragged index
 
     def mean(t: Tensor) -> Tensor:
         """Return the mean of each component, repeated for its elements of the ragged dimension."""

@@ -26,16 +26,8 @@ from .functional import (
 )
 from .modules import LayerNorm, RMSNorm, describe_options
 
-__all__ = [
-    "AdaLayerNorm",
-    "AdaRMSNorm",
-    "AddAdaLayerNorm",
-    "AddAdaRMSNorm",
-    "AddLayerNorm",
-    "AddRMSNorm",
-    "GatedLayerNorm",
-    "GatedRMSNorm",
-]
+__all__ = ["AdaLayerNorm", "AdaRMSNorm", "AddAdaLayerNorm", "AddAdaRMSNorm", "AddLayerNorm", "AddRMSNorm"]
+__all__ += ["GatedLayerNorm", "GatedRMSNorm"]
 
 
 class TakesSeveralInputs(torch.nn.Module):
@@ -58,7 +50,7 @@ def is_of_parallel_style(hook: Any) -> bool:
 
 
 def _checked_inputs(hook: Any, module: torch.nn.Module, inputs: tuple[Any, ...]) -> Any:
-    """Call a hook and return its result, unless this is one of several inputs."""
+    """Call a hook and return the inputs that it gives; raise an error if it gives one of several."""
     results = hook(module, inputs)
     if len(inputs) > 1 and results is not None and not isinstance(results, tuple):
         raise RuntimeError(

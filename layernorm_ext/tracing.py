@@ -17,8 +17,7 @@ from ._ops import _C
 __all__ = ["trace_as"]
 
 _operators: Literal["kernel", "aten"] | None = None
-# The object whose constructor has just set _operators; a with statement that begins with it need not do so again.
-_last: trace_as | None = None
+_last: trace_as | None = None  # the object that has just set _operators, so that its with statement need not do so
 
 
 class trace_as:  # noqa: N801  # a context manager, named like torch.set_grad_enabled
@@ -99,11 +98,6 @@ def records_aten() -> bool:
 
 def _is_exporting() -> bool:
     return torch.compiler._is_exporting_flag  # some versions' is_exporting() is also True under torch.compile
-
-
-def _is_in_torchscript_exporter() -> bool:
-    """Return whether ``torch.onnx.export(..., dynamo=False)`` is tracing; ``dynamo=True`` uses torch.export."""
-    return torch.jit.is_tracing() and torch.onnx.is_in_onnx_export()
 
 
 def constant_sizes(sizes: Sequence[int]) -> Sequence[int]:
@@ -195,7 +189,7 @@ def _norm_rows(
     if affine_follows or any(parameter.dtype != x.dtype for parameter in parameters):
         x = cast(x, accumulation_dtype(x))
         weight, bias = (None if parameter is None else cast(parameter, x.dtype) for parameter in (weight, bias))
-    if rms and _is_in_torchscript_exporter():  # it cannot export aten::rms_norm
+    if rms and torch.jit.is_tracing() and torch.onnx.is_in_onnx_export():  # the older exporter lacks aten::rms_norm
         affine_follows = True
         last = [-1 - d for d in range(dims)]
         x = cast(x, accumulation_dtype(x))
@@ -214,9 +208,7 @@ def _from_rows(output: Tensor, input: Tensor, rms: bool, images: bool, num_group
     """Return rows, as _as_rows() makes them, with the shape of the input and the strides of an eager call."""
     channels_last = [0, *range(2, input.dim()), 1]
     if num_groups != 1:
-        output = output.reshape_as(
-            input
-        )  # in flatten(), torch's older ONNX exporter would make the batch size constant
+        output = output.reshape_as(input)  # torch's older ONNX exporter makes the batch size in flatten() constant
         keeps_format = rms and input.dim() in (4, 5) and _memory_order(input) == channels_last
         output = _in_order(output, channels_last if keeps_format else sorted(channels_last))
     if images:
@@ -240,10 +232,7 @@ def _as_rows(tensor: Tensor, input_dims: int, normalized_dims: int, images: bool
 
 
 def _memory_order(tensor: Tensor) -> list[int]:
-    """Return the dimensions of ``torch.empty_like(tensor)`` in the order of their strides, the largest first.
-
-    Like torch's, this is an insertion sort from the last dimension on: with strides of 0, the order is not transitive.
-    """
+    """Return the dimensions of ``torch.empty_like(tensor)``, the largest stride first, by torch's insertion sort."""
     strides, order = tensor.stride(), list(reversed(range(tensor.dim())))
     if not tensor.is_contiguous():  # otherwise comparisons of symbolic strides would restrict the sizes
         for i in range(1, tensor.dim()):

@@ -145,9 +145,9 @@ class _BuildError(TypeError):
     """The error of a function given to register_conversion, which convert() passes on."""
 
 
-def _checked_builds(module: Module) -> list[Build | None]:
-    """Return what is registered for the class of a module, after a check that it has the forward of this class."""
-    cls = type(module)
+def _first_equal_candidate(module: Module) -> Choice:
+    """Return the class for a module that computes the same as one of the candidates; otherwise, raise the reason."""
+    cls: Any = type(module)
     if any(base.__name__ == "FSDPModule" for base in cls.__mro__):
         raise SkippedError("fully_shard has changed its class; convert the model before it is sharded")
     builds = _registered_builds(cls)
@@ -155,13 +155,6 @@ def _checked_builds(module: Module) -> list[Build | None]:
         raise SkippedError("not registered by layernorm_ext.register_conversion")
     if "forward" in vars(module):
         raise SkippedError("its forward was replaced by another")
-    return builds
-
-
-def _first_equal_candidate(module: Module) -> Choice:
-    """Return the class for a module that computes the same as one of the candidates; otherwise, raise the reason."""
-    cls: Any = type(module)
-    builds = _checked_builds(module)
     parameters = list(inspect.signature(cls.forward).parameters.values())
     if len(parameters) != 2 and not takes_gate(module):
         raise SkippedError(f"its forward has the parameters {', '.join(each.name for each in parameters)}")

@@ -68,10 +68,7 @@ def takes_gate(module: Module) -> bool:
 
 
 class Comparison:
-    """Compares a module with ``ours``, a layer of this package, for the same inputs, parameters and other attributes.
-
-    Both are called on copies of the module: its own forward, and ``spec.compute``, which is that of the replacement.
-    """
+    """Calls a module's own forward and that of its replacement, ``spec.compute``, on copies of the module."""
 
     def __init__(self, module: Module, ours: Any, spec: NormSpec) -> None:
         """Find an input that the module accepts, or raise the reason why the module differs from all replacements."""
@@ -251,10 +248,7 @@ def _random_gate(x: Tensor, scale: Tensor | float) -> Tensor:
 
 
 def _copy_with(module: Module, parameters: dict[str, Tensor], others: dict[str, Any]) -> Module:
-    """Return a copy of a module without its hooks, with other parameters and attributes, for a call of forward.
-
-    Buffers and containers are copied, too, so that forward leaves those of the module as they are.
-    """
+    """Return a copy of a module with other parameters and attributes, whose forward leaves the module as it is."""
     copied: Any = object.__new__(type(module))
     for name, value in vars(module).items():
         # Tools for sharding replace _parameters by other classes, or keep parameters as attributes.

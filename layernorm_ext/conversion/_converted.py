@@ -107,7 +107,7 @@ def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
 
 
 @cache
-def converted_class(original: Any, norm: NormSpec) -> type[Module]:
+def converted_class(original: Any, spec: NormSpec) -> type[Module]:
     """Return the subclass of a layer's class whose forward computes a norm of this package."""
     parameters = list(inspect.signature(original.forward).parameters)
     bases = (TakesSeveralInputs, original) if "gate" in parameters else (original,)
@@ -121,21 +121,21 @@ def converted_class(original: Any, norm: NormSpec) -> type[Module]:
         def forward(self, *args: Any, **kwargs: Any) -> Tensor:
             if parameters[1] in kwargs:
                 kwargs["input"] = kwargs.pop(parameters[1])
-            return norm.compute(self, *args, **kwargs)
+            return spec.compute(self, *args, **kwargs)
 
         def extra_repr(self) -> str:
-            return ", ".join(filter(None, [super().extra_repr(), f"converted to {norm.layer_class.__name__}"]))
+            return ", ".join(filter(None, [super().extra_repr(), f"converted to {spec.layer_class.__name__}"]))
 
         def __reduce__(self) -> tuple[Any, ...]:
-            return _new, (original, norm), self.__getstate__()
+            return _new, (original, spec), self.__getstate__()
 
     Converted.__name__ = original.__name__
     return Converted
 
 
-def _new(original: Any, norm: NormSpec) -> Any:
+def _new(original: Any, spec: NormSpec) -> Any:
     """Return a layer without state, for pickle and copy."""
-    cls = converted_class(original, norm)
+    cls = converted_class(original, spec)
     return cls.__new__(cls)
 
 

@@ -461,8 +461,7 @@ class _Match:
         with self.norm.graph.inserting_before(point):
             if self.modulation and self.has_own_parameters:
                 arguments |= self._products(self.modulation)
-            options = {name: arguments.pop(name) for name in _OPTIONS}
-            options = {name: value for name, value in options.items() if value != _OPTIONS[name]}
+            options = {name: value for name, default in _OPTIONS.items() if (value := arguments.pop(name)) != default}
             has_neighbors = arguments["residual"] is not None or arguments["input_scale"] is not None
             names = [name for name in arguments if has_neighbors or name not in _NEIGHBORS]
             target = _ops.forward.fused if has_neighbors else _ops.forward.default

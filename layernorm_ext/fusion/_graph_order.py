@@ -30,6 +30,7 @@ def is_call(node: Any) -> bool:
 
 
 def recorded(node: Any) -> Any:
+    """Return the fake value that the tracer recorded for a node."""
     return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, Node) else None
 
 
@@ -64,8 +65,8 @@ _KNOWN_MODULES = {"torch", "torch._C", "torch._C._nn", "torch._C._special", "tor
 _KNOWN_MODULES |= {"torch.functional", "torch.nn.functional", "torch._jit_internal", "_operator", "math"}
 _IN_PLACE_OPERATOR = re.compile("i(?!n|s_)|(set|del)item")  # iadd and isub, but not index and is_not
 # In-place operations that change a shape, so that recorded values mislead.
-_RESHAPES = {"as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_"}
-_RESHAPES |= {"unsqueeze_"}
+_IN_PLACE_RESHAPES = {"as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_"}
+_IN_PLACE_RESHAPES |= {"transpose_", "unsqueeze_"}
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size)
 
 
@@ -84,7 +85,7 @@ def forbids_fusion(node: Node) -> bool:
     In the fused graph, the gradient of a sum lacks the part that comes from the norm of this sum.
     """
     name = operation(node)
-    return name in _RESHAPES or name in ("grad", "backward", "retain_grad") or "hook" in name
+    return name in _IN_PLACE_RESHAPES or name in ("grad", "backward", "retain_grad") or "hook" in name
 
 
 def bodies(node: Node) -> list[GraphModule]:
