@@ -278,21 +278,6 @@ def test_compiled_autograd_matches_eager():
             tensor.grad = None
 
 
-def test_ahead_of_time_compiled_operators_have_the_same_bits(tmp_path):
-    class AddNormAndBackward(torch.nn.Module):
-        def forward(self, dy, x, residual, w, b):
-            shape = x.shape[-1:]
-            first = torch.ops.layernorm.forward(x, shape, w, b)[0]
-            output, total, mean, rstd = torch.ops.layernorm.forward.fused(first, shape, w, b, 1e-5, residual)
-            return output, total, *torch.ops.layernorm.backward(dy, total, shape, mean, rstd, w, b, GRADIENTS)[:3]
-
-    module, tensors = AddNormAndBackward(), [torch.randn(size) for size in ((3, 8), (3, 8), (3, 8), (8,), (8,))]
-    program = torch.export.export(module, tuple(tensors))
-    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "module.pt2"))
-    actual = torch._inductor.aoti_load_package(package)(*tensors)
-    torch.testing.assert_close(tuple(actual), module(*tensors), rtol=0, atol=0)
-
-
 class LlamaBlock(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -324,36 +309,48 @@ class DiTBlock(torch.nn.Module):
         return layernorm_ext.add_ada_layer_norm(x, condition, (8,), scale, shift, gate=gate)[0]
 
 
-class Blocks(torch.nn.Module):
-    """All blocks in one program, because each compilation takes seconds."""
+def add_norm_and_backward(dy, x, residual, w, b):
+    """Return the results of the operators, called by their names."""
+    shape, operators = x.shape[-1:], torch.ops.layernorm
+    first = operators.forward(x, shape, w, b)[0]
+    output, total, mean, rstd = operators.forward.fused(first, shape, w, b, 1e-5, residual)
+    return output, total, *operators.backward(dy, total, shape, mean, rstd, w, b, GRADIENTS)[:3]
+
+
+class BlocksAndOperators(torch.nn.Module):
+    """One program, because each ahead-of-time compilation takes seconds."""
 
     def __init__(self):
         super().__init__()
         self.blocks = torch.nn.ModuleList([LlamaBlock(), MambaBlock(), DiTBlock()])
 
-    def forward(self, x, other):
-        return torch.stack([block(x, other) for block in self.blocks])
+    def forward(self, x, other, dy, w, b):
+        return torch.stack([block(x, other) for block in self.blocks]), add_norm_and_backward(dy, x, other, w, b)
 
 
-def test_ahead_of_time_compiled_blocks_run_in_another_process(tmp_path):
-    """They call the kernels, also where a mean or sum is absent. Inductor compiles the rest with other roundings."""
-    model, inputs = Blocks().requires_grad_(False), (torch.randn(2, 3, 8), torch.randn(2, 3, 8))
+def test_ahead_of_time_compiled_programs_run_in_another_process(tmp_path):
+    """Blocks call the kernels, also where a mean or sum is absent. Inductor compiles the rest with other roundings.
+
+    Operators without neighbors have the same bits.
+    """
+    model = BlocksAndOperators().requires_grad_(False)
+    inputs = tuple(torch.randn(size) for size in ((2, 3, 8), (2, 3, 8), (2, 3, 8), (8,), (8,)))
     with trace_as("kernel"):
         program = torch.export.export(model, inputs)
     fuse_neighbors(program.graph)
-    assert {node.target for node in program.graph.nodes} >= {
-        torch.ops.layernorm.forward.default,
-        torch.ops.layernorm.forward.fused,
-    }
-    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "block.pt2"))
+    assert sum(getattr(node.target, "namespace", None) == "layernorm" for node in program.graph.nodes) == 8
+    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "program.pt2"))
     torch.save(inputs, tmp_path / "inputs.pt")
     code = (
         "import torch, layernorm_ext\n"
-        "block = torch._inductor.aoti_load_package('block.pt2')\n"
-        "torch.save(block(*torch.load('inputs.pt')), 'output.pt')\n"
+        "program = torch._inductor.aoti_load_package('program.pt2')\n"
+        "torch.save(program(*torch.load('inputs.pt')), 'outputs.pt')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
-    torch.testing.assert_close(torch.load(tmp_path / "output.pt"), model(*inputs), rtol=1e-6, atol=1e-6)
+    blocks, operators = torch.load(tmp_path / "outputs.pt")
+    expected = model(*inputs)
+    torch.testing.assert_close(blocks, expected[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(operators, expected[1], **SAME_BITS)
 
 
 # torch.jit.trace
@@ -481,31 +478,33 @@ PARAMETER_SHAPES = [(4, 1, 8), (4, 5, 8), (1, 5, 8), (1, 1, 8)]
 NUMBERS_FROM_DATA = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
 
 
+def call_data_dependent(*tensors):
+    """Return the outputs of all functions, from one graph, because each compilation takes time."""
+    return [call(*tensors) for call in DATA_DEPENDENT.values()]
+
+
 @pytest.mark.parametrize("shape", PARAMETER_SHAPES, ids=str)
-@pytest.mark.parametrize("call", DATA_DEPENDENT.values(), ids=DATA_DEPENDENT)
-def test_numbers_of_samples_that_depend_on_data(call, shape):
+def test_numbers_of_samples_that_depend_on_data(shape):
     """Parameters per sample, row or position compile without a graph break, as torch's functions do."""
     rows = torch.tensor([True, False, True, True])
     leaves = [t.requires_grad_() for t in (torch.randn(4, 5, 8), torch.randn(shape))]
     with torch._dynamo.config.patch(NUMBERS_FROM_DATA):
-        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(call_data_dependent, fullgraph=True, backend="aot_eager")
         for some in (rows, ~rows | rows):
-            expected = with_gradients(lambda *t, some=some: (call(*t, some),), leaves)
-            actual = with_gradients(lambda *t, some=some: (compiled(*t, some),), leaves)
-            for a, e in zip((*actual[0], *actual[1]), (*expected[0], *expected[1]), strict=True):
-                torch.testing.assert_close(a, e, **REORDERED_BY_INDUCTOR)
+            expected, actual = (
+                with_gradients(lambda *t, f=f, some=some: f(*t, some), leaves) for f in (call_data_dependent, compiled)
+            )
+            for name, a, e in zip(DATA_DEPENDENT, actual[0], expected[0], strict=True):
+                torch.testing.assert_close(a, e, **REORDERED_BY_INDUCTOR, msg=lambda text, name=name: name + text)
+            torch.testing.assert_close(actual[1], expected[1], **REORDERED_BY_INDUCTOR)
 
 
 def test_inductor_compiles_numbers_of_samples_that_depend_on_data():
-    """All functions are in one graph. Inductor sees parameters of any shape alike, as arguments of an operator."""
-
-    def call_all(*tensors):
-        return [call(*tensors) for call in DATA_DEPENDENT.values()]
-
+    """Inductor sees parameters of any shape alike, as arguments of an operator."""
     tensors = torch.randn(4, 5, 8), torch.randn(4, 1, 8), torch.tensor([True, False, True, True])
     with torch._dynamo.config.patch(NUMBERS_FROM_DATA):
-        results = torch.compile(call_all, fullgraph=True)(*tensors)
-    for name, actual, expected in zip(DATA_DEPENDENT, results, call_all(*tensors), strict=True):
+        results = torch.compile(call_data_dependent, fullgraph=True)(*tensors)
+    for name, actual, expected in zip(DATA_DEPENDENT, results, call_data_dependent(*tensors), strict=True):
         assert torch.equal(actual, expected), name
 
 
