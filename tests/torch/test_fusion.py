@@ -68,6 +68,7 @@ def compare(function, arguments=None, backend=fusion.eager, **options):
 
 
 def two(total, function=norm, **options):
+    """Return the norm of a sum, and the sum."""
     return function(total, **options), total
 
 
@@ -169,9 +170,9 @@ BOTH = {
     "(norm(t := r + g * x) * (1 + g) + g, t)": ALL,
     "(norm(t := x + r) * (1 + t.mean(1, keepdim=True)) + h, t)": ADD,  # the scale comes after a use of the sum
     "(norm(t := x + r) * (1 + t), t)": ADD,
-    "norm(x) * (1 + s) + r[:1]": MODULATE,  # a shift of other groups
+    "norm(x) * (1 + s) + r[:1]": MODULATE,  # the shift has other batch sizes
     "norm(x) * (1 + s) + r": MODULATE,  # a residual behind the modulation
-    "(norm(t := r[:1] * x + r) * (1 + s), t)": ADD_MODULATE,  # a gate of other groups
+    "(norm(t := r[:1] * x + r) * (1 + s), t)": ADD_MODULATE,  # the gate has other batch sizes
     "(norm((t := x + r).view(3, 2, 8)) * (1 + w) + b, t)": ADD_MODULATE,
     "(norm((t := x + r).view(2, 1, 3, 8)) * (1 + s[:, None]), t)": ADD,
 }
