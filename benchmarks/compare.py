@@ -110,8 +110,8 @@ def judge(starts: list[dict[str, list[float]]]) -> dict:
 
     The noise is the larger of the scatter within processes and the scatter of the processes' medians.
     """
-    together = {name: [t for start in starts for t in start[name]] for name in (BASE, AGAIN, HEAD)}
-    found = summarize(together, HEAD, (BASE,))
+    samples_of_all_starts = {name: [t for start in starts for t in start[name]] for name in (BASE, AGAIN, HEAD)}
+    found = summarize(samples_of_all_starts, HEAD, (BASE,))
     medians = [statistics.median(ratios(start[AGAIN], start[BASE])) for start in starts]
     found["noise"] = max(found["noise"], *medians, *(1 / median for median in medians))
     found["verdict"] = verdict(found["of_base"], found["noise"])

@@ -26,7 +26,7 @@ def like_torch(function: Callable, case: Case) -> Function:
 
 @lru_cache(maxsize=1)
 def compile_for(function: Callable, *shape: int | str) -> Callable:
-    """Return a function compiled for a single static shape."""
+    """Return a function compiled for a single static shape, which is only the key of the cache."""
     torch.compiler.reset()
     # The benchmark runs backward many times on the same graph, so its buffers must not be donated.
     torch._functorch.config.donated_buffer = False
@@ -137,7 +137,7 @@ class Contender:
         self.calls: list[Calls] = []
         self.errors: dict[str, float] = {}  # quantity -> error, for the results that exist
         self.failed: dict[str, str] = {}  # pass -> message
-        results, untried = (), PASSES
+        results, untried = (), PASSES  # `untried` fail if the next call raises
         try:
             self.calls = bind()
             results = self.calls[0].forward()

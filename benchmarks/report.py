@@ -103,15 +103,15 @@ def speeds(path: Path) -> str:
     for case in cases:
         times = {name.removesuffix(suffix): float(us) for name, us in case.items() if us and name.endswith(suffix)}
         for name, figure in figures(times, base).items():
-            place = case[line], tuple((case | {"contender": name})[key] for key in keys)
-            cells[place].append(figure)
-            noise[place] = float(case[f"{mode} noise"])
+            cell = case[line], tuple((case | {"contender": name})[key] for key in keys)
+            cells[cell].append(figure)
+            noise[cell] = float(case[f"{mode} noise"])
     groups = list(dict.fromkeys(column[:-1] for _, column in cells))  # a line may have a contender that the first lacks
     columns = sorted(dict.fromkeys(column for _, column in cells), key=lambda column: groups.index(column[:-1]))
     table = [[line, *map(" ".join, columns)]]
     for value in dict.fromkeys(value for value, _ in cells):
-        places = ((value, column) for column in columns)
-        table.append([value, *(describe(cells[p], noise[p]) if p in cells else "" for p in places)])
+        keys_of_cells = ((value, column) for column in columns)
+        table.append([value, *(describe(cells[p], noise[p]) if p in cells else "" for p in keys_of_cells)])
     return markdown(table)
 
 
@@ -121,8 +121,8 @@ def times(path: Path) -> str:
     cells = {}
     for case in load(path):
         theirs, ours = (float(case[f"{name} eager us"]) for name in ("torch", "ours"))
-        place = f"{case['rows']}x{case['cols']}", case["dtypes"], case["pass"]
-        cells[place] = f"{theirs:.0f} → {ours:.0f} ({theirs / ours:.1f})"
+        cell = f"{case['rows']}x{case['cols']}", case["dtypes"], case["pass"]
+        cells[cell] = f"{theirs:.0f} → {ours:.0f} ({theirs / ours:.1f})"
     lines = [[f"{name} ({shape})", *(cells[shape, *column] for column in columns)] for shape, name in SHAPES.items()]
     return markdown([["shape", *map(" ".join, columns)], *lines])
 

@@ -31,12 +31,13 @@ from support.reference import (
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-# Parameter gradients are summed over segments. Around these numbers of rows, segments get more or longer.
-SLOT_ROWS = [15, 17, 31, 33, 47, 49, 63, 65, 96, 97, 255, 257, 511, 513, 1025, 2049, 4097, 16384, 16385, 65537]
+# Parameter gradients are sums over segments of rows, which are added at the end. Around these numbers of rows, the
+# number of segments or their length changes.
+SEGMENT_LIMITS = [15, 17, 31, 33, 47, 49, 63, 65, 96, 97, 255, 257, 511, 513, 1025, 2049, 4097, 16384, 16385, 65537]
 
 
 @all_dtypes
-@pytest.mark.parametrize("rows", SLOT_ROWS)
+@pytest.mark.parametrize("rows", SEGMENT_LIMITS)
 def test_numbers_of_rows(backend, dtypes, rows):
     for cols in (1, 40, 1000) if rows < 300 else (5,):
         x, dy, w, b = random_args(backend, dtypes, rows, cols)

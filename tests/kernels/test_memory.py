@@ -117,13 +117,13 @@ def test_empty_tensors_need_no_memory():
 
 
 @pytest.mark.parametrize("parameter", [(1, 6, 1, 1), (2, 6, 1, 1), (2, 6)], ids=str)
-@pytest.mark.parametrize("road", ["eager", "kernel", "aten"])
-def test_gradients_of_image_parameters_have_the_strides_of_a_contiguous_tensor(parameter, road):
+@pytest.mark.parametrize("mode", ["eager", "kernel", "aten"])
+def test_gradients_of_image_parameters_have_the_strides_of_a_contiguous_tensor(parameter, mode):
     """DistributedDataParallel warns if the strides differ, also those of dimensions of size 1."""
     x = torch.randn(2, 6, 4, 5, requires_grad=True)
     w, b = (torch.randn(parameter, requires_grad=True) for _ in range(2))
-    with trace_as(None if road == "eager" else road):
-        norm = layer_norm_2d if road == "eager" else torch.compile(layer_norm_2d, backend="aot_eager")
+    with trace_as(None if mode == "eager" else mode):
+        norm = layer_norm_2d if mode == "eager" else torch.compile(layer_norm_2d, backend="aot_eager")
         norm(x, w, b).sum().backward()
     assert w.grad.stride() == b.grad.stride() == w.stride()
 

@@ -13,8 +13,10 @@ import torch
 import layernorm_ext
 from support.reference import broadcast_rows, check_backward, check_forward, check_sum
 
-ALL = [True, True, True]  # output_mask: all gradients of norms without a gate
-NONE = [False, False, False]  # the gradients of a gate and of an input_scale
+# The output_mask of backward has six entries: the gradients of input, weight and bias, and those of gate, scaled_input
+# and input_scale.
+ALL = [True, True, True]
+NONE = [False, False, False]
 MASKS = [list(mask) for mask in itertools.product([False, True], repeat=3)]
 
 
@@ -145,7 +147,7 @@ def run(
     input_scale=None,
     **options,
 ):
-    """Return the results of both operators. A mask of three gradients wants none of the gates'."""
+    """Return the results of both operators. A mask of three entries requests no gradients of gates."""
     shape = normalized_shape or x.shape[-1:]
     gates = {"gate": gate, "input_scale": input_scale}
     output, total, mean, rstd, *_ = forward(backend, x, residual, weight, bias, eps, shape, **gates, **options)
@@ -194,7 +196,7 @@ def check(
     xhat_error=0,
     **options,
 ):
-    """Check the results of `run` against float64, and the sum without an input_scale bit by bit."""
+    """Check the results of `run` against float64. A sum without an input_scale is checked bit by bit."""
     batch, dtype, scaled_input = x.shape[:-1], x.dtype, x
     if residual is not None and input_scale is None:
         assert_same_bits([results.total], [x.to(residual.dtype) + residual], *context)
@@ -205,8 +207,8 @@ def check(
     assert results.output.shape == x.shape
     assert all(t is None or t.shape == (*batch, 1) for t in (results.mean, results.rstd))
     rows, arguments = ([broadcast_rows(t, batch) for t in group] for group in (results.forward, (x, weight, bias)))
-    of_rows = options | {"gate": broadcast_rows(options.get("gate"), batch)}
-    check_forward(rows, *arguments, eps, context, dtype=dtype, **of_rows)
+    gate = broadcast_rows(options.get("gate"), batch)
+    check_forward(rows, *arguments, eps, context, dtype=dtype, **options | {"gate": gate})
     options |= {"grad_sum": grad_sum, "xhat_error": xhat_error}
     if input_scale is not None:
         options |= {"scaled_input": scaled_input, "input_scale": input_scale}

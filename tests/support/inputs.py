@@ -165,7 +165,7 @@ IMAGE_LAYOUTS = {
 }
 
 
-# Options of the operators, and batch dimensions of parameters, which make samples: rows that share parameters.
+# Options of the operators, and batch dimensions of parameters. Rows that share a weight and a bias are called a sample.
 
 VARIANTS = {
     "layer": {"rms": False, "zero_centered_weight": False},
@@ -197,7 +197,11 @@ batch_sizes = pytest.mark.parametrize("batches", BATCH_SIZES.values(), ids=BATCH
 
 
 def arguments(batches, cols, dtypes, device="cpu", surround=lambda t: t):
-    """Return input, grad_output, weight and bias, of the dtypes of input and parameters, or of input, weight, bias."""
+    """Return input, grad_output, weight and bias.
+
+    `batches` has the batch sizes of input, weight and bias; None means no parameter. `dtypes` are those of input and
+    both parameters, or of input, weight and bias. `surround` changes the layout of each tensor.
+    """
     x, dy = (surround(randn((*batches[0], cols), dtypes[0], device)) for _ in range(2))
     parameters = zip(batches[1:], (dtypes[1], dtypes[-1]), strict=True)
     return x, dy, *(None if p is None else surround(randn((*p, cols), dtype, device)) for p, dtype in parameters)

@@ -40,7 +40,7 @@ def right_call(name, rng):
     kinds = ["residual", "gated residual"] if name == "forward_.fused" else ["plain"]
     kinds = ["plain", "residual", "gated residual", "gate"] if name in ("forward.fused", "backward") else kinds
     kind = rng.choice(kinds)
-    own_sizes = [rng.choice([1, size]) for size in batch]
+    own_sizes = [rng.choice([1, size]) for size in batch]  # batch sizes of parameters, which are broadcast from 1
     images = bool(batch) and len(shape) == 1 and rng.random() < 0.3
     images &= kind == "plain"
     may_have_groups = len(shape) == 1 and not images and "residual" not in kind
@@ -48,20 +48,20 @@ def right_call(name, rng):
     flags = {flag: rng.random() < 0.3 for flag in ("rms", "zero_centered_weight", "memory_efficient")}
     flags["memory_efficient"] &= kind == "plain" and not flags["rms"]
 
-    def place(t):
-        """Return images, half of them channels last, and rows as they are."""
+    def lay_out(t):
+        """Move the channels of images to dimension 1; half of them are channels last in memory. Rows stay."""
         t = t.movedim(-1, 1) if images and t.dim() > 1 else t
         return t if rng.random() < 0.5 else t.contiguous()
 
     def draw(dtype):
-        return place(torch.randn((*batch, *shape), dtype=torch.float64)).to(dtype)
+        return lay_out(torch.randn((*batch, *shape), dtype=torch.float64)).to(dtype)
 
     def parameter(least=0.5):
         """Return numbers in [least, least + 1), which may be divisors."""
         own = [size if d == 0 or not images else 1 for d, size in enumerate(own_sizes)]
         first = own[:1] if images else own[: rng.randint(0, len(own))]
         sizes = rng.choice([shape, (*own, *shape), (*[1] * len(batch), *shape), (*first, *shape)])
-        values = place(torch.rand(sizes, dtype=torch.float64)) + least
+        values = lay_out(torch.rand(sizes, dtype=torch.float64)) + least
         return values.to(rng.choice([dtype, wide, rng.choice(DTYPES)]))
 
     args = {"input": draw(dtype), "normalized_shape": list(shape)}
@@ -89,7 +89,7 @@ def right_call(name, rng):
     statistics = Forward(as_rows(args["input"].double(), args), 0.01, flags["rms"])
     for key, t in (("mean", statistics.mean), ("rstd", statistics.rstd)):
         ones = [] if num_groups > 1 else [1] * len(shape)
-        args[key] = None if t is None else place(t.reshape(*t.shape[:-1], *ones)).to(acc)
+        args[key] = None if t is None else lay_out(t.reshape(*t.shape[:-1], *ones)).to(acc)
     return args
 
 

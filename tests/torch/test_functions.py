@@ -336,8 +336,6 @@ def test_inductor_fuses_neighbours_of_every_size():
     """Inductor may copy a residual that changes in place. Residuals are float32 and parameters float64.
 
     The members call all operators; options that are numbers concern only test_compiled_calls_have_the_same_bits.
-
-    Batch and sequence change: after the second size, torch.compile makes them symbolic.
     """
     by_name = {member.name: member for member in MEMBERS}
     names = ["layer_norm, memory_efficient", "add_layer_norm, inplace", "add_rms_norm, gate, inplace"]
@@ -347,9 +345,9 @@ def test_inductor_fuses_neighbours_of_every_size():
     def function(*tensors):
         return [2 * y for y in call_all(members)(*tensors)]
 
-    compiled = torch.compile(function, fullgraph=True)
+    compiled = torch.compile(function, fullgraph=True, dynamic=True)
     tolerance = 16 * torch.finfo(BF16).eps  # Inductor rounds fewer intermediate results
-    for batch in ((2, 5), (3, 7), (6, 4)):
+    for batch in ((2, 5), (3, 7)):
         shapes = [((*batch, 8), BF16), ((*batch, 8), F32), ((8,), F64), ((8,), F64)] * len(members)
         tensors, _ = leaves([randn(*shape) for shape in shapes])
         actual, expected = (with_gradients(f, tensors) for f in (compiled, function))

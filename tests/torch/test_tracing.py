@@ -134,14 +134,14 @@ def test_training_compiled_as_aten_matches_the_kernels():
     assert not any(calls_kernels(module) for module in recorder.fw_graphs + recorder.bw_graphs)
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
-@pytest.mark.parametrize("shape", [(2, 8, 4, 5), (2, 8, 1, 1), (2, 1, 4, 5)], ids=str)
-def test_compiled_images_have_the_strides_of_the_kernels_output(memory_format, shape):
-    x = torch.randn(shape).to(memory_format=memory_format)
+def test_compiled_images_have_the_strides_of_the_kernels_output():
+    formats, shapes = (torch.contiguous_format, torch.channels_last), ((2, 8, 4, 5), (2, 8, 1, 1), (2, 1, 4, 5))
+    images = [torch.randn(shape).to(memory_format=each) for each in formats for shape in shapes]
     with trace_as("aten"):
-        compiled = torch.compile(layer_norm_2d, fullgraph=True)(x)
-    for size, actual, expected in zip(x.shape, compiled.stride(), layer_norm_2d(x).stride(), strict=True):
-        assert size == 1 or actual == expected  # the stride of a dimension of size 1 has no meaning
+        compiled = torch.compile(lambda *images: [layer_norm_2d(x) for x in images], fullgraph=True)(*images)
+    for x, y in zip(images, compiled, strict=True):
+        for size, actual, expected in zip(x.shape, y.stride(), layer_norm_2d(x).stride(), strict=True):
+            assert size == 1 or actual == expected, x.shape  # the stride of a dimension of size 1 has no meaning
 
 
 def test_changed_setting_recompiles_once():
@@ -209,14 +209,15 @@ class RowsOfImages(LayerNorm):
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-@pytest.mark.parametrize("cls", [RowsOfImages, LayerNorm2d, RMSNorm2d])
-def test_compiled_training_between_convolutions(cls):
+@pytest.mark.parametrize("classes", [(RowsOfImages,), (LayerNorm2d, RMSNorm2d)], ids=["rows", "images"])
+def test_compiled_training_between_convolutions(classes):
     """Inductor makes tensors near a convolution channels last, including statistics, but fails for other sizes then.
 
     Without this layout, it cannot order the symbolic strides of views of images: no view may be saved.
     """
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), cls(8), torch.nn.Conv2d(8, 4, 3))
-    compiled, channels_last = torch.compile(model, fullgraph=True), cls is RowsOfImages
+    blocks = [torch.nn.Sequential(cls(8), torch.nn.Conv2d(8, 8, 3)) for cls in classes]
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), *blocks)
+    compiled, channels_last = torch.compile(model, fullgraph=True), classes == (RowsOfImages,)
     with torch._inductor.config.patch(layout_optimization=channels_last):
         for shape in ((2, 3, 8, 9), (2, 3, 12, 10), (3, 3, 7, 9))[: 1 if channels_last else None]:
             x = torch.randn(shape)
@@ -278,21 +279,6 @@ def test_compiled_autograd_matches_eager():
             tensor.grad = None
 
 
-def test_ahead_of_time_compiled_operators_have_the_same_bits(tmp_path):
-    class AddNormAndBackward(torch.nn.Module):
-        def forward(self, dy, x, residual, w, b):
-            shape = x.shape[-1:]
-            first = torch.ops.layernorm.forward(x, shape, w, b)[0]
-            output, total, mean, rstd = torch.ops.layernorm.forward.fused(first, shape, w, b, 1e-5, residual)
-            return output, total, *torch.ops.layernorm.backward(dy, total, shape, mean, rstd, w, b, GRADIENTS)[:3]
-
-    module, tensors = AddNormAndBackward(), [torch.randn(size) for size in ((3, 8), (3, 8), (3, 8), (8,), (8,))]
-    program = torch.export.export(module, tuple(tensors))
-    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "module.pt2"))
-    actual = torch._inductor.aoti_load_package(package)(*tensors)
-    torch.testing.assert_close(tuple(actual), module(*tensors), rtol=0, atol=0)
-
-
 class LlamaBlock(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -324,35 +310,48 @@ class DiTBlock(torch.nn.Module):
         return layernorm_ext.add_ada_layer_norm(x, condition, (8,), scale, shift, gate=gate)[0]
 
 
-class Blocks(torch.nn.Module):
-    """All blocks in one program, because each compilation takes seconds."""
+def add_norm_and_backward(dy, x, residual, w, b):
+    """Return the results of the operators, called by their names."""
+    shape, operators = x.shape[-1:], torch.ops.layernorm
+    first = operators.forward(x, shape, w, b)[0]
+    output, total, mean, rstd = operators.forward.fused(first, shape, w, b, 1e-5, residual)
+    return output, total, *operators.backward(dy, total, shape, mean, rstd, w, b, GRADIENTS)[:3]
+
+
+class BlocksAndOperators(torch.nn.Module):
+    """One program, because each ahead-of-time compilation takes seconds."""
 
     def __init__(self):
         super().__init__()
         self.blocks = torch.nn.ModuleList([LlamaBlock(), MambaBlock(), DiTBlock()])
 
-    def forward(self, x, other):
-        return torch.stack([block(x, other) for block in self.blocks])
+    def forward(self, x, other, dy, w, b):
+        return torch.stack([block(x, other) for block in self.blocks]), add_norm_and_backward(dy, x, other, w, b)
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-def test_ahead_of_time_compiled_blocks_run_in_another_process(tmp_path, fused):
-    """They call the kernels, also where a mean or sum is absent. Inductor compiles the rest with other roundings."""
-    model, inputs = Blocks().requires_grad_(False), (torch.randn(2, 3, 8), torch.randn(2, 3, 8))
+def test_ahead_of_time_compiled_programs_run_in_another_process(tmp_path):
+    """Blocks call the kernels, also where a mean or sum is absent. Inductor compiles the rest with other roundings.
+
+    Operators without neighbors have the same bits.
+    """
+    model = BlocksAndOperators().requires_grad_(False)
+    inputs = tuple(torch.randn(size) for size in ((2, 3, 8), (2, 3, 8), (2, 3, 8), (8,), (8,)))
     with trace_as("kernel"):
         program = torch.export.export(model, inputs)
-    if fused:
-        fuse_neighbors(program.graph)
-    assert calls_kernels(program)
-    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "block.pt2"))
+    fuse_neighbors(program.graph)
+    assert sum(getattr(node.target, "namespace", None) == "layernorm" for node in program.graph.nodes) == 8
+    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "program.pt2"))
     torch.save(inputs, tmp_path / "inputs.pt")
     code = (
         "import torch, layernorm_ext\n"
-        "block = torch._inductor.aoti_load_package('block.pt2')\n"
-        "torch.save(block(*torch.load('inputs.pt')), 'output.pt')\n"
+        "program = torch._inductor.aoti_load_package('program.pt2')\n"
+        "torch.save(program(*torch.load('inputs.pt')), 'outputs.pt')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
-    torch.testing.assert_close(torch.load(tmp_path / "output.pt"), model(*inputs), rtol=1e-6, atol=1e-6)
+    blocks, operators = torch.load(tmp_path / "outputs.pt")
+    expected = model(*inputs)
+    torch.testing.assert_close(blocks, expected[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(operators, expected[1], **SAME_BITS)
 
 
 # torch.jit.trace
@@ -477,28 +476,37 @@ FUNCTIONS = {
 DATA_DEPENDENT = {name: of_selected_rows(function) for name, function in FUNCTIONS.items()}
 DATA_DEPENDENT["item"] = of_repeated_rows(FUNCTIONS["ada_rms_norm"])
 PARAMETER_SHAPES = [(4, 1, 8), (4, 5, 8), (1, 5, 8), (1, 1, 8)]
+NUMBERS_FROM_DATA = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+
+
+def call_data_dependent(*tensors):
+    """Return the outputs of all functions, from one graph, because each compilation takes time."""
+    return [call(*tensors) for call in DATA_DEPENDENT.values()]
 
 
 @pytest.mark.parametrize("shape", PARAMETER_SHAPES, ids=str)
-@pytest.mark.parametrize("call", DATA_DEPENDENT.values(), ids=DATA_DEPENDENT)
-def test_numbers_of_samples_that_depend_on_data(call, shape):
-    """Parameters per sample, row or position compile without a graph break, as torch's functions do.
-
-    Inductor gets the graph of one of the shapes, without gradients; it sees the parameters as arguments of an operator.
-    """
+def test_numbers_of_samples_that_depend_on_data(shape):
+    """Parameters per sample, row or position compile without a graph break, as torch's functions do."""
     rows = torch.tensor([True, False, True, True])
     leaves = [t.requires_grad_() for t in (torch.randn(4, 5, 8), torch.randn(shape))]
-    options = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
-    with torch._dynamo.config.patch(options):
-        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(NUMBERS_FROM_DATA):
+        compiled = torch.compile(call_data_dependent, fullgraph=True, backend="aot_eager")
         for some in (rows, ~rows | rows):
-            expected = with_gradients(lambda *t, some=some: (call(*t, some),), leaves)
-            actual = with_gradients(lambda *t, some=some: (compiled(*t, some),), leaves)
-            for a, e in zip((*actual[0], *actual[1]), (*expected[0], *expected[1]), strict=True):
-                torch.testing.assert_close(a, e, **REORDERED_BY_INDUCTOR)
-    if shape == (4, 1, 8):
-        with torch.no_grad(), torch._dynamo.config.patch(options):
-            assert torch.equal(torch.compile(call, fullgraph=True)(*leaves, rows), call(*leaves, rows))
+            expected, actual = (
+                with_gradients(lambda *t, f=f, some=some: f(*t, some), leaves) for f in (call_data_dependent, compiled)
+            )
+            for name, a, e in zip(DATA_DEPENDENT, actual[0], expected[0], strict=True):
+                torch.testing.assert_close(a, e, **REORDERED_BY_INDUCTOR, msg=lambda text, name=name: name + text)
+            torch.testing.assert_close(actual[1], expected[1], **REORDERED_BY_INDUCTOR)
+
+
+def test_inductor_compiles_numbers_of_samples_that_depend_on_data():
+    """Inductor sees parameters of any shape alike, as arguments of an operator."""
+    tensors = torch.randn(4, 5, 8), torch.randn(4, 1, 8), torch.tensor([True, False, True, True])
+    with torch._dynamo.config.patch(NUMBERS_FROM_DATA):
+        results = torch.compile(call_data_dependent, fullgraph=True)(*tensors)
+    for name, actual, expected in zip(DATA_DEPENDENT, results, call_data_dependent(*tensors), strict=True):
+        assert torch.equal(actual, expected), name
 
 
 def test_sizes_that_differ_at_run_time_are_refused():
@@ -525,27 +533,28 @@ def test_sizes_that_differ_at_run_time_are_refused():
                 torch.testing.assert_close(actual, expected, **REORDERED_BY_INDUCTOR)
 
 
-@pytest.mark.parametrize(
-    "norm",
-    [
-        lambda x, eps: layer_norm(x, (8,), eps=eps),
-        lambda x, eps: rms_norm(x, (8,), eps=eps),
-        lambda x, eps: layernorm_ext.add_layer_norm(x, x, (8,), eps=eps)[0],
-        lambda x, eps: layernorm_ext.ada_layer_norm(x, (8,), eps=eps),
-        lambda x, eps: layer_norm_2d(x, eps=eps),
-        lambda x, eps: rms_norm_2d(x, eps=eps),
-    ],
-)
+def norms_with(eps, x):
+    """Return the outputs of functions of every kind."""
+    return [
+        layer_norm(x, (8,), eps=eps),
+        rms_norm(x, (8,), eps=eps),
+        layernorm_ext.add_layer_norm(x, x, (8,), eps=eps)[0],
+        layernorm_ext.ada_layer_norm(x, (8,), eps=eps),
+        layer_norm_2d(x, eps=eps),
+        rms_norm_2d(x, eps=eps),
+    ]
+
+
 @pytest.mark.parametrize("setting", ["kernel", "aten"])
-def test_eps_from_a_tensor_breaks_the_graph(norm, setting):
+def test_eps_from_a_tensor_breaks_the_graph(setting):
     """As with torch's functions, because a recorded operator needs a constant eps."""
     x, eps = torch.randn(3, 8, 8), torch.tensor(0.5)
     with trace_as(setting), torch._dynamo.config.patch(capture_scalar_outputs=True):
-        compiled = torch.compile(lambda x, eps: norm(x, eps.item()), backend="aot_eager")
-        torch.testing.assert_close(compiled(x, eps), norm(x, 0.5), **REORDERED_BY_INDUCTOR)
-        as_float = torch.compile(norm, backend="aot_eager", fullgraph=True)
+        compiled = torch.compile(lambda eps, x: norms_with(eps.item(), x), backend="aot_eager")
+        torch.testing.assert_close(compiled(eps, x), norms_with(0.5, x), **REORDERED_BY_INDUCTOR)
+        as_float = torch.compile(norms_with, backend="aot_eager", fullgraph=True)
         for number in (0.5, 0.25, 0.0, 1):
-            torch.testing.assert_close(as_float(x, number), norm(x, number), **REORDERED_BY_INDUCTOR)
+            torch.testing.assert_close(as_float(number, x), norms_with(number, x), **REORDERED_BY_INDUCTOR)
 
 
 # trace_as
