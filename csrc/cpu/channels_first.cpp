@@ -61,27 +61,24 @@ void prefetch_next(const Tile<const T>& tile, int64_t c, int64_t j) {
   prefetch_to_l2(tile.next + c * tile.stride + j);
 }
 
-// Adjacent channels of an image.
-using Channels = Columns;
-
-// Calls f(Channels) for each chunk of the channels.
+// Calls f(c, n) for each chunk of the channels: n channels from channel c on.
 template <class F>
 void for_each_chunk(int64_t channels, const F& f) {
-  for (int64_t c = 0; c < channels; c += kChannelChunk) f(Channels{c, min(kChannelChunk, channels - c)});
+  for (int64_t c = 0; c < channels; c += kChannelChunk) f(c, min(kChannelChunk, channels - c));
 }
 
-// The parameters of a chunk of channels, plus `offset`, or `fallback` without parameters.
+// The parameters of channels c to c + n - 1, plus `offset`, or `fallback` without parameters.
 template <class T>
 struct ChunkParameters {
   using Acc = AccOf<T>;
   template <class W>
-  ChunkParameters(const W* parameters, Channels chunk, Acc fallback, Acc offset = 0) {
+  ChunkParameters(const W* parameters, int64_t c, int64_t n, Acc fallback, Acc offset = 0) {
     if (!parameters) {
       for (Acc& value : values) value = fallback;
       return;
     }
-    for_each_pack<Acc, 1>({0, chunk.count}, [&](int, int64_t j, auto lanes) {
-      const auto v = load<T>(parameters + chunk.begin + j, lanes);
+    for_each_pack<Acc, 1>({0, n}, [&](int, int64_t j, auto lanes) {
+      const auto v = load<T>(parameters + c + j, lanes);
       store<T, false>(values + j, offset == 0 ? v : v + offset, AllLanes{});
     });
   }
@@ -158,12 +155,12 @@ bool compute_statistics(const ForwardParams& p, const Tile<const T> x, const int
   });
   for (bool is_estimate = !p.rms;; is_estimate = false) {
     ChunkSums<Acc> deviations, squares;
-    for_each_chunk(p.cols, [&](Channels chunk) {
+    for_each_chunk(p.cols, [&](int64_t c, int64_t n) {
       for_each_pack<Acc, 1>({0, tile_pixels}, [&](int, int64_t j, auto lanes) {
         const auto center = read(stats.center + j, AllLanes{});
         Pack<Acc> deviation = {}, square = {};
-        for (int64_t c = chunk.begin; c < chunk.end(); ++c) {
-          const auto d = load_rescaled<rescaled>(x.channel(c) + j, stats.row_scale + j, lanes) - center;
+        for (int64_t k = 0; k < n; ++k) {
+          const auto d = load_rescaled<rescaled>(x.channel(c + k) + j, stats.row_scale + j, lanes) - center;
           deviation = deviation + d;
           square = fma(d, d, square);
         }
@@ -204,14 +201,13 @@ void normalize(const ForwardParams& p, const TilePosition& position, const Tile<
   const W* const bias = p.bias.row<const W>(position.image, 0);
   const Acc weight_offset = p.zero_centered_weight;
   const int64_t pixels = position.pixels;
-  for_each_chunk(p.cols, [&](Channels chunk) {
-    const ChunkParameters<T> w(weight, chunk, 1, weight_offset), b(bias, chunk, 0);
+  for_each_chunk(p.cols, [&](int64_t c, int64_t n) {
+    const ChunkParameters<T> w(weight, c, n, 1, weight_offset), b(bias, c, n, 0);
     for_each_pack<Acc, 1>({0, pixels}, [&](int, int64_t j, auto lanes) {
       const auto center = read(stats.center + j, AllLanes{}), rstd = read(stats.rstd + j, AllLanes{});
       const auto minus_correction = read(stats.correction + j, AllLanes{}) * rstd * Acc(-1);
-      for (int64_t k = 0; k < chunk.count; ++k) {
-        const int64_t c = chunk.begin + k;
-        const auto d = load_rescaled<rescaled>(x.channel(c) + j, stats.row_scale + j, lanes) - center;
+      for (int64_t k = 0; k < n; ++k) {
+        const auto d = load_rescaled<rescaled>(x.channel(c + k) + j, stats.row_scale + j, lanes) - center;
         auto v = fma(d, rstd, minus_correction);  // xhat
         if (weight && bias) {
           v = fma(v, w[k], b[k]);
@@ -220,8 +216,8 @@ void normalize(const ForwardParams& p, const TilePosition& position, const Tile<
         } else if (bias) {
           v = v + b[k];
         }
-        store<T, !std::is_same_v<T, W>>(y.channel(c) + j, v, lanes);
-        prefetch_next(x, c, j);
+        store<T, !std::is_same_v<T, W>>(y.channel(c + k) + j, v, lanes);
+        prefetch_next(x, c + k, j);
       }
     });
   });
@@ -279,30 +275,30 @@ struct BackwardTile {
   const int64_t pixels = position.pixels;
 };
 
-// What the loops over one chunk of channels share.
+// What the loops over channels c to c + n - 1, a chunk, share.
 template <bool rescaled, class B>
 struct ChannelChunk {
   using T = typename B::T;
   using Acc = AccOf<T>;
 
-  ChannelChunk(const B& b, const PixelCoefficients<Acc>& coef, Channels channels, bool with_weight)
+  ChannelChunk(const B& b, const PixelCoefficients<Acc>& coef, int64_t c, int64_t n, bool with_weight)
       : b(b),
         coef(coef),
-        channels(channels),
-        weight(with_weight ? b.weight : nullptr, channels, 1, b.weight_offset),
-        bias(rescaled ? b.bias : nullptr, channels, 0) {}
+        c(c),
+        weight(with_weight ? b.weight : nullptr, c, n, 1, b.weight_offset),
+        bias(rescaled ? b.bias : nullptr, c, n, 0) {}
 
-  // d of the chunk's channel k: x * row_scale - mean, or xhat if it is computed from the output.
+  // d of channel c + k: x * row_scale - mean, or xhat if it is computed from the output.
   template <class Lanes>
   Pack<Acc> deviation(int64_t k, int64_t j, Lanes lanes) const {
-    const T* const x = b.x.channel(channels.begin + k) + j;
+    const T* const x = b.x.channel(c + k) + j;
     if (rescaled && b.p.memory_efficient) return (load<T>(x, lanes) - bias[k]) / divisor(broadcast(weight[k]));
     return load_rescaled<rescaled>(x, coef.row_scale + j, lanes) - read(coef.mean + j, AllLanes{});
   }
 
   const B& b;
   const PixelCoefficients<Acc>& coef;
-  const Channels channels;
+  const int64_t c;
   const ChunkParameters<T> weight, bias;
 };
 
@@ -311,16 +307,16 @@ void sums_loop(const B& b, PixelCoefficients<typename B::Acc>& coef) {
   using Acc = typename B::Acc;
   const Chunks chunks(b.p.cols, kChannelChunk);
   ChunkSums<Acc> xhat_sums, g_sums, g_xhat_sums;
-  for_each_chunk(b.p.cols, [&](Channels channels) {
-    const ChannelChunk<rescaled, B> chunk(b, coef, channels, with_g || b.p.memory_efficient);
+  for_each_chunk(b.p.cols, [&](int64_t c, int64_t n) {
+    const ChannelChunk<rescaled, B> chunk(b, coef, c, n, with_g || b.p.memory_efficient);
     for_each_pack<Acc, 1>({0, b.pixels}, [&](int, int64_t j, auto lanes) {
       const auto rescaled_rstd = read(coef.rescaled_rstd + j, AllLanes{});
       Pack<Acc> xhat_sum = {}, g_sum = {}, g_xhat_sum = {};
-      for (int64_t k = 0; k < channels.count; ++k) {
+      for (int64_t k = 0; k < n; ++k) {
         const auto xhat = chunk.deviation(k, j, lanes) * rescaled_rstd;
         xhat_sum = xhat_sum + xhat;
         if constexpr (with_g) {
-          const auto g = load<typename B::T>(b.dy.channel(channels.begin + k) + j, lanes) * chunk.weight[k];
+          const auto g = load<typename B::T>(b.dy.channel(c + k) + j, lanes) * chunk.weight[k];
           g_sum = g_sum + g;
           g_xhat_sum = fma(g, xhat, g_xhat_sum);
         }
@@ -341,31 +337,24 @@ void sums_loop(const B& b, PixelCoefficients<typename B::Acc>& coef) {
   }
 }
 
-// The partial sums of a segment, one for each channel; null without a gradient.
-template <class Acc>
-struct ChannelSums {
-  Acc *dweight, *dbias;
-  bool are_unset;  // whether no tile has been added, so that the arrays hold no numbers yet
-};
-
-// Stores dx of a tile, and adds the tile to the partial sums of dweight and dbias.
+// Stores dx of a tile, and adds the tile to the partial sums of dweight and dbias. The first tile of a segment
+// (`first`) finds no numbers in them yet.
 template <bool rescaled, bool with_dx, bool with_dweight, bool with_dbias, class B>
-void gradients_loop(const B& b, const PixelCoefficients<typename B::Acc>& coef,
-                    const ChannelSums<typename B::Acc>& sums) {
+void gradients_loop(const B& b, const PixelCoefficients<typename B::Acc>& coef, bool first, typename B::Acc* dweight,
+                    typename B::Acc* dbias) {
   using T = typename B::T;
   using Acc = typename B::Acc;
-  for_each_chunk(b.p.cols, [&](Channels channels) {
-    const ChannelChunk<rescaled, B> chunk(b, coef, channels, true);
-    for (int64_t k = 0; k < channels.count; ++k) {
-      const int64_t c = channels.begin + k;
+  for_each_chunk(b.p.cols, [&](int64_t c, int64_t n) {
+    const ChannelChunk<rescaled, B> chunk(b, coef, c, n, true);
+    for (int64_t k = 0; k < n; ++k) {
       Pack<Acc> dw = {}, db = {};
       for_each_pack<Acc, 1>({0, b.pixels}, [&](int, int64_t j, auto lanes) {
-        const auto v = load<T>(b.dy.channel(c) + j, lanes);
-        prefetch_next(b.dy, c, j);
+        const auto v = load<T>(b.dy.channel(c + k) + j, lanes);
+        prefetch_next(b.dy, c + k, j);
         if constexpr (with_dbias) db = db + v;
         if constexpr (with_dx || with_dweight) {
           const auto d = chunk.deviation(k, j, lanes);
-          prefetch_next(b.x, c, j);
+          prefetch_next(b.x, c + k, j);
           const auto xhat =
               fma(d, read(coef.rescaled_rstd + j, AllLanes{}), read(coef.minus_mean_xhat + j, AllLanes{}));
           if constexpr (with_dweight) dw = fma(v, xhat, dw);
@@ -374,19 +363,19 @@ void gradients_loop(const B& b, const PixelCoefficients<typename B::Acc>& coef,
             auto result =
                 fma(xhat, read(coef.minus_mean_g_xhat + j, AllLanes{}), g) * read(coef.rescaled_rstd + j, AllLanes{});
             if constexpr (rescaled) result = result * read(coef.row_scale + j, AllLanes{});
-            store<T, B::kMayHaveNan>(b.dx.channel(c) + j, result, lanes);
+            store<T, B::kMayHaveNan>(b.dx.channel(c + k) + j, result, lanes);
           }
         }
       });
-      if constexpr (with_dweight) sums.dweight[c] = sum_pack(dw) + (sums.are_unset ? 0 : sums.dweight[c]);
-      if constexpr (with_dbias) sums.dbias[c] = sum_pack(db) + (sums.are_unset ? 0 : sums.dbias[c]);
+      if constexpr (with_dweight) dweight[c + k] = sum_pack(dw) + (first ? 0 : dweight[c + k]);
+      if constexpr (with_dbias) dbias[c + k] = sum_pack(db) + (first ? 0 : dbias[c + k]);
     }
   });
 }
 
-// Handles a tile, whose gradients of the parameters are added to the sums.
+// Handles a tile, and adds its gradients of the parameters to the segment's partial sums [2, pitch].
 template <class B>
-void backward_tile(const B& b, const ChannelSums<typename B::Acc>& sums) {
+void backward_tile(const B& b, bool first, typename B::Acc* partials, int64_t pitch) {
   using Acc = typename B::Acc;
   const auto& p = b.p;
   PixelCoefficients<Acc> coef;
@@ -413,7 +402,8 @@ void backward_tile(const B& b, const ChannelSums<typename B::Acc>& sums) {
   dispatch_flags(
       [&](auto rescaled, auto with_dx, auto with_dweight, auto with_dbias) {
         if (with_dx || with_dweight) sums_loop<rescaled, with_dx>(b, coef);
-        gradients_loop<rescaled, with_dx, with_dweight, with_dbias>(b, coef, sums);
+        Acc* const dbias = with_dbias ? partials + pitch : nullptr;
+        gradients_loop<rescaled, with_dx, with_dweight, with_dbias>(b, coef, first, partials, dbias);
       },
       any_rescaled, p.grad_input.data != nullptr, p.grad_weight.data != nullptr, p.grad_bias.data != nullptr);
 }
@@ -443,13 +433,11 @@ void channels_first_backward(const BackwardParams& p) {
     Acc* const partials = static_cast<Acc*>(gradients.any() ? p.allocator->allocate(bytes) : nullptr);
     parallel_for(tiles.segments, grain(segment_elements), [&](int64_t segment, int64_t end) {
       for (; segment < end; ++segment) {
-        ChannelSums<Acc> sums = {nullptr, nullptr, /*are_unset=*/true};
-        if (gradients.weight.data) sums.dweight = partials + gradients.count * segment * pitch;
-        if (gradients.bias.data) sums.dbias = partials + (gradients.count * segment + 1) * pitch;
+        Acc* const sums = partials ? partials + gradients.count * segment * pitch : nullptr;
         const int64_t first = segment * tiles.per_segment;
         for (int64_t tile = first; tile < min(tiles.count, first + tiles.per_segment); ++tile) {
-          backward_tile(BackwardTile<T, W>{p, TilePosition(p, tiles, tile)}, sums);
-          sums.are_unset = false;
+          const BackwardTile<T, W> b = {p, TilePosition(p, tiles, tile)};
+          backward_tile(b, tile == first, sums, pitch);
         }
       }
     });
