@@ -260,9 +260,8 @@ struct PackOfColumns {
   Pack<Acc> weight, dweight, dbias;
 };
 
-// The operands of a gradients loop over rows, and its steps. It is a local variable of the
-// loops, so that no store aliases the operands. Without the attributes, GCC calls the steps in the loop, which slows
-// down short rows.
+// The operands of a gradients loop over rows, and its steps. It is a local variable of the loops, so that no store
+// aliases the operands. Without the attributes, GCC calls the steps in the loop, which slows down short rows.
 template <class LoopGradients, class B>
 struct GradientOperands {
   using T = typename B::T;

@@ -16,7 +16,7 @@
 // (GradientPlan) in turn, which asynchronous copies bring to shared memory, and reads a row twice from there. The warps
 // of a block exchange their sums once per row, while they work on the next row. The workspace has the segments' partial
 // sums of dweight and of dbias, and then the results of BlockExchange. A second kernel, add_partials, adds the segments
-// in order, without atomic operations; if few rows make one block or one cluster, that adds its sums itself.
+// in order, without atomic operations. Few rows take one block or one cluster, which adds its own sums instead.
 // 3 * samples * rows * cols * sizeof(T) bytes are moved, and 5 of them for a gated norm.
 //
 // As in cpu/backward.cpp, the mean of xhat, which is the rounding error of the saved mean, is subtracted from xhat.

@@ -47,7 +47,8 @@ template <class T, class X, class Variant, int kElements, class F>
 __device__ __forceinline__ void sum_columns_over_block(Acc (&sums)[kElements], const StagedRows<T, X, Variant>& rows,
                                                        const F& store) {
   constexpr int kVec = kVectorSize<X>;
-  // First by shuffles over the rows of a warp; then in shared memory over the groups of warps, which have other rows.
+  // First by shuffles over the rows of a warp. Then in shared memory over groups of threads: the whole warps that hold
+  // one row, or one warp that holds several rows.
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
     if (offset < rows.columns.row_lanes()) break;

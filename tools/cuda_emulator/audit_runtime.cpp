@@ -1,7 +1,6 @@
 // A CUDA runtime that launches nothing, for launch_audit.py. Preloaded, it lets the host code of a CUDA build run
 // without a GPU: it answers like the driver of the chosen GPU, and records every launch that the GPU would refuse. It
-// has only functions that a CUDA graph can capture: launches, and queries that neither synchronize nor
-// allocate memory.
+// has only functions that a CUDA graph can capture: launches, and queries that neither synchronize nor allocate memory.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
