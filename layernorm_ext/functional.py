@@ -192,7 +192,7 @@ def add_layer_norm(
         >>> output.shape
         torch.Size([2, 3, 8])
     """
-    if has_override(input, residual, weight, bias, gate):
+    if has_override(input, residual, normalized_shape, weight, bias, eps, gate):
         options = {"gate": gate, "zero_centered_weight": zero_centered_weight, "inplace": inplace}
         arguments = input, residual, normalized_shape
         return override(add_layer_norm, *arguments, weight=weight, bias=bias, eps=eps, **options)
@@ -221,7 +221,7 @@ def add_rms_norm(
     default of ``eps`` is that of :func:`rms_norm`. Source: Zhang and Sennrich, `Root Mean Square Layer Normalization
     <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
-    if has_override(input, residual, weight, gate):
+    if has_override(input, residual, normalized_shape, weight, eps, gate):
         options = {"gate": gate, "zero_centered_weight": zero_centered_weight, "inplace": inplace}
         return override(add_rms_norm, input, residual, normalized_shape, weight=weight, eps=eps, **options)
     eps = default_eps(input) if eps is None else eps
@@ -270,7 +270,7 @@ def ada_layer_norm(
         >>> ada_layer_norm(x, (8,), scale, shift).shape
         torch.Size([2, 3, 8])
     """
-    if has_override(input, scale, shift):
+    if has_override(input, normalized_shape, scale, shift, eps):
         return override(ada_layer_norm, input, normalized_shape, scale=scale, shift=shift, eps=eps)
     return norm("ada_layer_norm", input, normalized_shape, scale, shift, eps, zero_centered_weight=True)
 
@@ -292,7 +292,7 @@ def ada_rms_norm(
     <https://arxiv.org/abs/2212.09748>`_, 2022; Zhang and Sennrich, `Root Mean Square Layer Normalization
     <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
-    if has_override(input, scale, shift):
+    if has_override(input, normalized_shape, scale, shift, eps):
         return override(ada_rms_norm, input, normalized_shape, scale=scale, shift=shift, eps=eps)
     return norm("ada_rms_norm", input, normalized_shape, scale, shift, eps, rms=True, zero_centered_weight=True)
 
@@ -326,7 +326,7 @@ def add_ada_layer_norm(
         >>> output.shape
         torch.Size([2, 3, 8])
     """
-    if has_override(input, residual, scale, shift, gate):
+    if has_override(input, residual, normalized_shape, scale, shift, eps, gate):
         options = {"gate": gate, "inplace": inplace}
         arguments = input, residual, normalized_shape
         return override(add_ada_layer_norm, *arguments, scale=scale, shift=shift, eps=eps, **options)
@@ -356,7 +356,7 @@ def add_ada_rms_norm(
     Models with Transformers <https://arxiv.org/abs/2212.09748>`_, 2022; Zhang and Sennrich, `Root Mean Square Layer
     Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
-    if has_override(input, residual, scale, shift, gate):
+    if has_override(input, residual, normalized_shape, scale, shift, eps, gate):
         options = {"gate": gate, "inplace": inplace}
         arguments = input, residual, normalized_shape
         return override(add_ada_rms_norm, *arguments, scale=scale, shift=shift, eps=eps, **options)
@@ -429,7 +429,7 @@ def gated_layer_norm(
     """
     options: dict[str, Any] = {"gate_first": gate_first, "num_groups": num_groups}
     options |= {"zero_centered_weight": zero_centered_weight}
-    if has_override(input, gate, weight, bias):
+    if has_override(input, gate, normalized_shape, weight, bias, eps):
         arguments, options = (input, gate, normalized_shape), options | {"activation": activation}
         return override(gated_layer_norm, *arguments, weight=weight, bias=bias, eps=eps, **options)
     options |= {"gate": gate, "sigmoid": is_sigmoid(activation, input)}
@@ -471,7 +471,7 @@ def gated_rms_norm(
     """
     options: dict[str, Any] = {"gate_first": gate_first, "num_groups": num_groups}
     options |= {"zero_centered_weight": zero_centered_weight}
-    if has_override(input, gate, weight):
+    if has_override(input, gate, normalized_shape, weight, eps):
         arguments, options = (input, gate, normalized_shape), options | {"activation": activation}
         return override(gated_rms_norm, *arguments, weight=weight, eps=eps, **options)
     eps = default_eps(input) if eps is None else eps

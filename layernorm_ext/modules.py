@@ -121,6 +121,7 @@ class LayerNorm(_Options, torch.nn.LayerNorm):
         memory_efficient: bool = False,
     ):
         """Create the parameters."""
+        # Before super().__init__(), whose reset_parameters() reads zero_centered_weight.
         self.zero_centered_weight = zero_centered_weight
         self.memory_efficient = memory_efficient
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)

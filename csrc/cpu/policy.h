@@ -1,6 +1,7 @@
 // All tuned choices of the CPU kernels: thresholds, and how many rows, columns or pixels the loops handle at a time. A
-// policy is computed once per call, from the rows, columns, dtypes and threads; the kernels follow it. A batch is some
-// rows whose sums are computed before the loop that stores their results.
+// policy is computed once per call, from the arrays (which of them there are, rows, columns, dtypes, alignment) and the
+// threads; the kernels follow it. A batch is some rows whose sums are computed before the loop that stores their
+// results.
 //
 // The choices of the first section, and the rows of a batch in backward where kSumRows is no multiple of them,
 // determine the order of summation and thereby the bits of the results, so they do not depend on the number of threads.

@@ -89,7 +89,7 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
 
   std::string name() const override { return "LayerNormBackward"; }
 
-  // Tensors that no needed gradient depends on are absent.
+  // The weight and the statistics are always saved, the others only if a needed gradient depends on them.
   SavedTensor saved_input;  // the sum if has_residual; the output if memory_efficient; absent if only dbias is needed
   SavedTensor saved_weight, saved_mean, saved_rstd;
   SavedTensor saved_bias;  // for its values, see needs_bias(), or if its shape or dtype is not the weight's

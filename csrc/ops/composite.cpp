@@ -298,6 +298,7 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
 }
 
 BackwardOutputs backward_memory_efficient(const BackwardArgs& args) {
+  check_backward(args);
   const Rows rows(args);
   const auto acc = args.rstd->scalar_type();
   Tensor xhat = rows(*args.input).to(acc);
@@ -308,18 +309,17 @@ BackwardOutputs backward_memory_efficient(const BackwardArgs& args) {
   }
   // A norm of xhat whose rstd is 1 has the same gradients, except that dx lacks the factor rstd.
   xhat = rows.undo(xhat);
-  const Tensor ones = at::ones_like(args.rstd);
-  const optional<Tensor> mean = *args.rstd;
+  const Tensor grad_output = args.grad_output->to(acc), ones = at::ones_like(args.rstd);
+  const optional<Tensor> unused_mean = *args.rstd;  // backward_composite() checks that there is one
   BackwardArgs plain = args;
+  plain.grad_output = grad_output;
   plain.input = xhat;
-  plain.mean = mean;
+  plain.mean = unused_mean;
   plain.rstd = ones;
-  plain.grad_sum = kAbsent;
   plain.options.memory_efficient = false;
   BackwardOutputs grads = backward_composite(plain);
   if (!args.output_mask.input) return grads;
-  Tensor dx = rows.undo(rows(grads.grad_input) * rows(*args.rstd));
-  if (args.grad_sum) dx = dx + args.grad_sum->to(acc);
+  const Tensor dx = rows.undo(rows(grads.grad_input) * rows(*args.rstd));
   grads.grad_input = dx.to(args.input->scalar_type());
   return grads;
 }

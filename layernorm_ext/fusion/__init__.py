@@ -186,7 +186,7 @@ def _is_parameter(parameter: Any, x: Any, dims: int) -> bool:
 
 
 def _share_batch_sizes(dims: int, *parameters: Any) -> bool:
-    """Return whether all parameters with batch sizes other than 1 have equal ones."""
+    """Return whether all parameters with batch sizes other than 1 have the same."""
     sizes = [value.shape[:-dims] for value in map(fake_tensor, parameters) if value is not None and value.dim() > dims]
     sizes = [size for size in sizes if not all(statically_known_true(n == 1) for n in size)]
     return all(order.are_equal(size, sizes[0]) for size in sizes)

@@ -1,4 +1,4 @@
-"""integrations.huggingface gives Hugging Face's kernels layers that compute what the originals compute."""
+"""integrations.huggingface registers layers with the library `kernels`, which compute what the originals compute."""
 
 import copy
 import importlib

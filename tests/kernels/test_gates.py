@@ -145,7 +145,7 @@ gated_norms = pytest.mark.parametrize(
 @gated_norms
 @rms_or_not
 def test_gated_norm_matches_float64(backend, dtypes, options, rms):
-    """The tensors are surrounded by NaN, so that the gate has strides of its own."""
+    """NaN around the rows appears in the results if a kernel reads it. The gate has a row stride of its own."""
     for rows, cols in ((7, 3), (6, 64), (9, 100), (300, 40), (5, 1025), (3, 4100), (1, 20001)):
         x, dy = (amid_nans(randn((rows, cols), dtypes[0], backend.device)) for _ in range(2))
         gate = amid_nans(2 * randn((rows, cols), dtypes[0], backend.device), gap=cols)

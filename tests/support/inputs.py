@@ -28,7 +28,7 @@ columns = pytest.mark.parametrize("columns", COLUMNS.values(), ids=COLUMNS)
 
 
 def rows_for(cols):
-    """Return numbers of rows to test. Short rows are processed four at a time, then two, and the last one singly."""
+    """Return numbers of rows to test: more than four, which short rows are taken together, and few of long rows."""
     return [1, 7, 9] if cols <= 131 else [1, 7] if cols <= 2048 else [3] if cols < 4095 else [1, 3]
 
 

@@ -7,10 +7,10 @@ import re
 
 import pytest
 import torch
-from support.family import module_and_inputs, module_cases
+from support.family import channels_second, family, module_and_inputs, module_cases
 
 import layernorm_ext
-from layernorm_ext import convert, layer_norm, layer_norm_2d, rms_norm
+from layernorm_ext import convert
 
 # A model has some ten layers, and float32 rounds each of some ten operations per layer by 6e-8.
 ROUNDED_TEN_LAYERS = {"rtol": 1e-4, "atol": 1e-5}
@@ -42,17 +42,16 @@ def test_graph_of_a_module_calls_its_function(cls, options, shapes):
         torch.testing.assert_close(actual, results[0], rtol=0, atol=0)
 
 
-def test_proxies_stand_for_any_argument():
-    """The parser of eager calls refuses a proxy for a number, and would not tell an override from a wrong type."""
-    tensor = torch.randn(2, 8)
-
-    def calls(x, shape, eps):
-        results = layer_norm(x, shape, eps=eps), layer_norm(tensor, shape), layer_norm(tensor, (8,), eps=eps)
-        return *results, rms_norm(tensor, shape, eps=eps), layer_norm_2d(tensor, eps=eps)
-
-    arguments = torch.randn(3, 8), (8,), 0.5
-    graph = torch.fx.symbolic_trace(calls)
-    torch.testing.assert_close(graph(*arguments), calls(*arguments), rtol=0, atol=0)
+@family
+def test_proxies_stand_for_any_argument(member):
+    """The C++ function refuses a proxy for a number as a wrong type, so the public functions look for proxies first."""
+    tensors = [channels_second(t) if member.takes_images else t for t in (*torch.randn(2, 2, 3, 8), *torch.randn(2, 8))]
+    arguments, options = member.arguments(*tensors)
+    given = inspect.signature(member.function).bind(*arguments, eps=0.5, **options).arguments
+    for name in {"input", "normalized_shape", "eps"} & given.keys():
+        expected = member.function(**copy.deepcopy(given))
+        graph = torch.fx.symbolic_trace(lambda value, name=name: member.function(**given | {name: value}))
+        torch.testing.assert_close(graph(given[name]), expected, rtol=0, atol=0)
 
 
 # Other packages
