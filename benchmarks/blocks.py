@@ -135,10 +135,11 @@ def measure_family(device: Device, rows: int, cols: int, dtypes: str, seconds: f
 
 
 def measure_compiled(device: Device, name: str, dtypes: str, seconds: float) -> Iterator[dict]:
-    """Time blocks under torch.compile: with this package's norms, fused, called by hand, and with torch's norms.
+    """Time a block under torch.compile, for four contenders.
 
-    `fused` compiles the same code as `written` with `layernorm_ext.fusion.fuse_neighbors`; `by hand` calls the function
-    that adds, gates and modulates. Training is forward and backward. The inputs are 16 x 256 x 768.
+    `written` has this package's norms in plain code, `fused` is the same code with `fuse_neighbors`, `by hand` calls
+    the function that adds, gates and modulates, and `torch` has torch's norms. Training is forward and backward. The
+    inputs are 16 x 256 x 768.
     """
     torch.compiler.reset()
     block = BLOCKS[name]

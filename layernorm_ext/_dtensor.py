@@ -57,11 +57,11 @@ def _if_given(tensor: DTensorSpec | None, placement: Placement) -> Placement | N
 
 
 def _parameter(parameter: DTensorSpec | None, normalized_dims: int, images: bool, batch: Placement) -> Placement | None:
-    """Return the placement of a parameter beside inputs with the placement ``batch``."""
+    """Return ``batch``, the inputs' placement, if a parameter has values for each index of the sharded dimension."""
     if parameter is None:
         return None
     dim, batch_dims = getattr(batch, "dim", 0), parameter.ndim - normalized_dims
-    end = batch_dims + 1 if images else batch_dims  # the channels, dimension 1, are among the batch dimensions
+    end = batch_dims + 1 if images else batch_dims  # batch dimensions 0 and 2 up to this one
     is_per_sample = batch_dims > 0 and dim < end and parameter.shape[dim] != 1
     return batch if is_per_sample else Replicate()
 

@@ -42,7 +42,7 @@ using RowSums = PartialResult;
 // The arrays that are staged. Only gated norms have a gate.
 enum StagedArray { kX, kDy, kGate };
 
-// The part of a stage before the elements of a row.
+// What a stage has of each row beside its elements.
 template <class T, class X, int kArrays>
 struct alignas(16) RowHeader {
   Acc mean, rstd;
@@ -141,7 +141,7 @@ struct StagedRows {
     return exists ? load_weight_element<T>(p.bias, sample, block_begin + column, flags) : 0;
   }
 
-  // This thread's element 0 of each array in a stage.
+  // Pointers to the first of this thread's elements of each array in a stage.
   struct Arrays {
     const X* x;
     const T *dy, *gate;
@@ -272,7 +272,8 @@ struct StagedRows {
     T* const to = header(stage).grad_gate;
     columns.store_global(to, j, gate, to == nullptr ? 0 : block_cols);
   }
-  // This thread's element 0 of an array in a stage.
+  // Returns a pointer to the first of this thread's elements of an array in a stage. If rows may be misaligned, the
+  // copy begins at the multiple of 16 bytes before the row.
   template <StagedArray kArray>
   __device__ __forceinline__ auto* staged(int stage) const {
     constexpr int kBegin = kArray == kX ? 0 : kArray == kDy ? kDyBegin : kGateBegin;

@@ -105,8 +105,8 @@ class Call {
   }
 
   // The views of a tensor that the kernels write; an undefined tensor has no data.
-  View write(const Tensor& t) const { return t.defined() ? with_data(view(t), t) : View(); }
-  View write_statistic(const Tensor& t) const { return t.defined() ? with_data(statistic_view(t), t) : View(); }
+  View write(const Tensor& t) const { return t.defined() ? writable(view(t), t) : View(); }
+  View write_statistic(const Tensor& t) const { return t.defined() ? writable(statistic_view(t), t) : View(); }
   // The sample stride of a gradient that is not computed also says whether each sample has a gradient of its own: the
   // order in which kernels sum other gradients depends on it.
   View write_gradient(const GradientType& type, const Tensor& t) const {
@@ -233,7 +233,8 @@ class Call {
     if (is_shared(t)) return {const_cast<void*>(t.const_data_ptr()), 0, 0, 1};
     return view(t);
   }
-  static View with_data(View view, const Tensor& t) {
+  // mutable_data_ptr() also gives a copy-on-write tensor memory of its own, unlike the functions above.
+  static View writable(View view, const Tensor& t) {
     view.data = t.mutable_data_ptr();
     return view;
   }

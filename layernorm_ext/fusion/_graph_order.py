@@ -124,7 +124,7 @@ def may_write(node: Node) -> bool:
 
 
 def _argument(node: Node, name: str, default: Any) -> Any:
-    """Return an argument of a Python function, in any position."""
+    """Return an argument of a Python function, given by position or by name."""
     parameters = list(inspect.signature(node.target).parameters) if isinstance(node.target, types.FunctionType) else []
     given = dict(zip(parameters, node.args, strict=False)) | node.kwargs
     return given.get(name, default)

@@ -40,7 +40,7 @@ members_and_arguments = pytest.mark.parametrize(
 def test_functions_refuse_freed_tensors(member, name):
     """Eager, recorded, without autograd, and as compositions of aten operations.
 
-    Eager errors name the argument. A gate is the weight or, in RMSNorm, the bias of the test.
+    Eager errors name the argument. The bias is also the gate beside a residual (support/family.py).
     """
     shape = (2, 8, 3) if member.takes_images else (2, 3, 8)
     shapes = {"input": shape, "residual or gate": shape, "weight": (8,), "bias": (8,)}

@@ -251,7 +251,7 @@ def backward(
 
 
 def is_plain(value):
-    """Whether a tensor has a shape function and values."""
+    """Whether a value is no tensor, or an ordinary strided one with values, for which the operators infer shapes."""
     if not isinstance(value, torch.Tensor):
         return True
     if type(value) is not torch.Tensor or value.layout != torch.strided or value.is_nested or value.is_quantized:
@@ -260,10 +260,10 @@ def is_plain(value):
 
 
 def like(value):
-    """Return a meta tensor like a plain one."""
+    """Return a meta tensor with the shape, strides and dtype of a plain tensor; another value as it is."""
     if not isinstance(value, torch.Tensor):
         return value
-    strides = [0] * value.dim() if value._is_zerotensor() else value.stride()  # torch expands a zero for the kernels
+    strides = [0] * value.dim() if value._is_zerotensor() else value.stride()  # the kernels get one zero, expanded
     return torch.empty_strided(value.shape, strides, dtype=value.dtype, device="meta")
 
 

@@ -85,8 +85,8 @@ backward = on_cuda(torch.ops.layernorm.backward.default)
 def calls_on(x, parameters, masks=MASKS[:1], **layout):
     """Yield (description, function) for calls on a tensor with each (name, weight, bias).
 
-    The weight is also the scale of an input beside a residual. With several masks of gradients, the last parameters get
-    all options.
+    The weight is also the scale of an input beside a residual ("scaled input"). With several masks of gradients, calls
+    with further options follow: RMSNorm, memory_efficient and residuals, with the last weight and bias.
     """
     dim, dtype = 1 if layout else x.dim() - 1, torch.float32
     n = [x.shape[dim]]
@@ -97,9 +97,9 @@ def calls_on(x, parameters, masks=MASKS[:1], **layout):
             yield f"backward{name} {mask}", backward(x, x, n, mean, rstd, w, b, mask, **layout)
         if layout:  # there are no kernels for residuals and gates of images
             continue
-        yield f"forward, gate{name}", forward_fused(x, n, w, b, 1e-5, x, None, w)
-        yield f"backward, gate{name}", backward(x, x, n, mean, rstd, w, b, [True] * 6, x, None, w, x)
-        if w.dtype == dtype:  # parameters of 16 bits would be converted, in memory that is written
+        yield f"forward, scaled input{name}", forward_fused(x, n, w, b, 1e-5, x, None, w)
+        yield f"backward, scaled input{name}", backward(x, x, n, mean, rstd, w, b, [True] * 6, x, None, w, x)
+        if w.dtype == dtype:  # torch would convert others, and access the memory of the tensors
             gated = {"gate_first": True}
             yield f"forward, gated norm{name}", forward_fused(x, n, w, b, 1e-5, None, x, **gated)
             for mask in ([True] * 6, [False] * 3 + [True, False, False])[: len(masks)]:
@@ -117,13 +117,13 @@ def calls_on(x, parameters, masks=MASKS[:1], **layout):
     for mask in masks[:3]:
         yield f"backward, residual {mask}", backward(x, x, n, mean, rstd, w, b, mask, grad_sum=x)
     mask = [False] * 4 + [True, False]
-    yield "backward, scaled input", backward(x, x, n, mean, rstd, w, b, mask, x, None, w, x)
+    yield "backward, gradient of the scaled input alone", backward(x, x, n, mean, rstd, w, b, mask, x, None, w, x)
     if x.itemsize == 2:
         total = torch.empty_strided(x.shape, x.stride(), dtype=torch.float32)
         yield "forward, float32 residual", forward_fused(x, n, w, b, 1e-5, total)
-        yield "forward, gate, float32 residual", forward_fused(x, n, w, b, 1e-5, total, None, w)
+        yield "forward, scaled input, float32 residual", forward_fused(x, n, w, b, 1e-5, total, None, w)
         options = (mean, rstd, w, b, [True] * 6, total, None, w, x)
-        yield "backward, gate, float32 residual", backward(x, total, n, *options)
+        yield "backward, scaled input, float32 residual", backward(x, total, n, *options)
         for mask in masks[:2]:
             call = backward(x, total, n, mean, rstd, w, b, mask, grad_sum=total)
             yield f"backward, float32 residual {mask}", call
