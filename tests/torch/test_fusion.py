@@ -43,7 +43,7 @@ def tensors(dtype=F64, shape=(2, 3, 8)):
 
 def outputs_and_gradients(function, arguments):
     """Return outputs, the arguments, which may have changed, and gradients; the function gets no leaves."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     copies = [t.clone() for t in arguments]
     outputs = function(*copies)
     results = [*(outputs if isinstance(outputs, tuple) else (outputs,)), *copies]

@@ -189,18 +189,12 @@ def test_compiled_calls(fuses):
         call.check(each, gradients[4 * i : 4 * i + 4])
 
 
-def test_calls_compiled_as_aten_for_inference():
-    """The gradients of aten's operators have torch's strides. test_compiled_calls has the kernels."""
-    module = Calls(SOME)
-    with trace_as("aten"), torch.no_grad():
-        module.check(torch.compile(module, fullgraph=True, backend="aot_eager")(*module.tensors))
-
-
-@pytest.mark.parametrize("operators", ["kernel", "aten"])
-def test_exported_programs(operators):
+@pytest.mark.parametrize(("operators", "strict"), [("kernel", False), ("aten", True)], ids=["kernel", "aten"])
+def test_exported_programs(operators, strict):
+    """Strict export records a graph of Dynamo, as torch.compile does. Gradients of aten have torch's strides."""
     module = Calls(SOME)
     with trace_as(operators):
-        program = torch.export.export(module, tuple(module.tensors))
+        program = torch.export.export(module, tuple(module.tensors), strict=strict)
     for each in (program, program.run_decompositions()):
         module.check(each.module()(*module.tensors))
 
