@@ -46,8 +46,9 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("large") and backend_of(item) == "cpu":
             item.add_marker("integration")
-    # The longest tests start first, so that no worker of pytest-xdist ends long after the others.
-    items.sort(key=lambda item: "lesser_set" not in item.name)
+    # The longest tests start first, so that no worker of pytest-xdist ends long after the others. The tests that use
+    # Inductor follow each other, so that one worker runs them all.
+    items.sort(key=lambda item: ("lesser_set" not in item.name, not item.get_closest_marker("inductor")))
 
 
 @pytest.fixture(scope="session")
@@ -125,4 +126,5 @@ def pytest_report_header():
 def pytest_configure(config):
     config.addinivalue_line("markers", "large: takes gigabytes; on a CPU, only with -m integration, and never emulated")
     config.addinivalue_line("markers", "every_path: also for all paths of the CUDA kernels (support/backends.py)")
+    config.addinivalue_line("markers", "inductor: uses Inductor, whose first use in a process takes seconds")
     config.addinivalue_line("markers", "integration: takes the extra test-all or minutes; runs with -m integration")
