@@ -351,11 +351,12 @@ def test_vector_instructions_are_used_in_the_kernels_only():
     symbols = [line.split() for line in run("nm", "--print-size", "--defined-only", _C.__file__).splitlines()]
     ends = {int(symbol[0], 16): int(symbol[0], 16) + int(symbol[1], 16) for symbol in symbols if len(symbol) == 4}
     named, local = defaultdict(list), []
-    for line in run("objdump", "-d", "-C", "--no-show-raw-insn", _C.__file__).splitlines():
-        if start := re.fullmatch(r"([0-9a-f]+) <(.*)>:", line):
+    for line in run("objdump", "-d", "--no-show-raw-insn", _C.__file__).splitlines():
+        address, tab, instruction = line.partition(":\t")
+        if not tab and (start := re.fullmatch(r"([0-9a-f]+) <(.*)>:", line)):
             name, end = start[2], ends.get(int(start[1], 16), 0)
-        elif instruction := re.match(r" *([0-9a-f]+):\t(.+)", line):
-            (named[name] if int(instruction[1], 16) < end else local).append(instruction[2])
+        elif tab:
+            (named[name] if int(address, 16) < end else local).append(instruction)
     for register in ("%ymm", "%zmm"):
         assert len([i for i in local if re.match("vfn?m(add|sub)", i) and register in i]) >= 1000, register
     for name, body in named.items():
@@ -404,9 +405,22 @@ def test_source_distribution_has_the_documents_and_all_that_they_link_to(tmp_pat
 # The self-check
 
 
-def test_self_check_passes():
-    output = run(sys.executable, "-m", "layernorm_ext")
+def test_self_check_passes_without_metadata():
+    """A copied folder has no metadata, nor have the programs of some bundlers."""
+    code = (
+        "from importlib.metadata import Distribution, PackageNotFoundError as Missing\n"
+        "find = Distribution.from_name\n"
+        "def find_others(name):\n"
+        "    if name.startswith('layernorm'): raise Missing(name)\n"
+        "    return find(name)\n"
+        "Distribution.from_name = find_others\n"
+        "import runpy, layernorm_ext\n"
+        "runpy.run_module('layernorm_ext', run_name='__main__', alter_sys=True)\n"
+        "print(layernorm_ext.__version__)"
+    )
+    output = run(sys.executable, "-c", code)
     assert "cpu     fp32" in output and "FAIL" not in output
+    assert output.splitlines()[-1] == importlib.metadata.version("layernorm-ext")
 
 
 # Which package is imported
@@ -421,50 +435,33 @@ def checkout(tmp_path):
 
 
 def test_checkout_without_compiled_module_uses_the_installed_package(checkout):
+    """A compiled module in the checkout, which is broken here, is preferred."""
+    compiled = checkout / "layernorm_ext" / Path(_C.__file__).name
+    compiled.write_text("broken")
+    shutil.copy(_build_info.__file__, checkout / "layernorm_ext")
     code = (
-        "import layernorm_ext, layernorm_ext.__main__, sys; "
+        "import os, sys\n"
+        "try: import layernorm_ext\n"
+        "except ImportError as error: print(error)\n"
+        "for name in [name for name in sys.modules if name.startswith('layernorm_ext')]: del sys.modules[name]\n"
+        "os.remove(sys.argv[1])\n"
+        "import layernorm_ext, layernorm_ext.__main__\n"
         "print(*{module.__file__ for name, module in sys.modules.items() if name.startswith('layernorm_ext')})"
     )
-    files = {Path(file) for file in run(sys.executable, "-c", code, cwd=checkout).split()}
+    error, files = run(sys.executable, "-c", code, str(compiled), cwd=checkout).splitlines()
+    assert str(compiled) in error
+    files = {Path(file) for file in files.split()}
     files.remove(checkout / "layernorm_ext" / "__init__.py")
     assert files and all(file.is_relative_to(Path(_C.__file__).parent) for file in files)
 
 
-def test_import_needs_no_metadata():
-    """A copied folder has none, nor have the programs of some bundlers."""
-    code = (
-        "from importlib.metadata import Distribution, PackageNotFoundError as Missing\n"
-        "find = Distribution.from_name\n"
-        "def find_others(name):\n"
-        "    if name.startswith('layernorm'): raise Missing(name)\n"
-        "    return find(name)\n"
-        "Distribution.from_name = find_others\n"
-        "import layernorm_ext, layernorm_ext.__main__\n"
-        "layernorm_ext.__main__.print_environment()\n"
-        "print(layernorm_ext.__version__)"
-    )
-    assert run(sys.executable, "-c", code).splitlines()[-1] == importlib.metadata.version("layernorm-ext")
-
-
-def failed_import(folder, *options):
-    command = [sys.executable, *options, "-c", "import layernorm_ext"]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert result.returncode == 1
-    return result.stderr.splitlines()[-1]
-
-
 def test_checkout_without_installed_package_says_what_to_do(checkout):
+    command = [sys.executable, "-S", "-c", "import layernorm_ext"]
+    result = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
     message = (
         f"{checkout}/layernorm_ext has no compiled module and .* has no installed layernorm_ext; run `pip install .`"
     )
-    assert re.search(message, failed_import(checkout, "-S"))
-
-
-def test_compiled_module_in_the_checkout_is_preferred(checkout):
-    name = Path(_C.__file__).name
-    (checkout / "layernorm_ext" / name).write_text("broken")
-    shutil.copy(_build_info.__file__, checkout / "layernorm_ext")
-    assert f"{checkout}/layernorm_ext/{name}" in failed_import(checkout)
+    assert result.returncode == 1 and re.search(message, result.stderr.splitlines()[-1])
 
 
 @pytest.mark.parametrize(

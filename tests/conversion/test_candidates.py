@@ -416,34 +416,28 @@ def test_output_dtypes_are_kept(cls):
     assert compared >= 4 or cls is CastsTheParameters
 
 
-class Calls(torch.nn.Module):
-    """Calls a layer with its arguments by name."""
+def converted_layer_of_narrow_inputs(cls):
+    """Return a converted float32 layer, its inputs and the dtype of the original's output.
 
-    def __init__(self, layer, names):
-        super().__init__()
-        self.layer, self.names = layer, names
-
-    def forward(self, *tensors):
-        return self.layer(**dict(zip(self.names, tensors, strict=True)))
+    The inputs are bfloat16 if the layer takes that beside float32 parameters, so that output dtypes count.
+    """
+    original, layer, inputs = converted_layer(cls)
+    narrow = {name: x.to(BF16) for name, x in inputs.items()}
+    try:
+        return layer, narrow, original(*narrow.values()).dtype
+    except RuntimeError:
+        return layer, inputs, F32
 
 
 @layers
 def test_arguments_keep_their_names_in_copies_and_tools(cls):
-    """The input is bfloat16 if the layer takes it beside float32 parameters, so that output dtypes count."""
-    original, layer, inputs = converted_layer(cls)
-    narrow = {name: x.to(BF16) for name, x in inputs.items()}
-    try:
-        dtype = original(*narrow.values()).dtype
-        inputs = narrow
-    except RuntimeError:
-        dtype = F32
+    layer, inputs, dtype = converted_layer_of_narrow_inputs(cls)
     expected = layer(**inputs)
     assert list(inspect.signature(layer.forward).parameters) == list(inputs) and expected.dtype == dtype
     with pytest.raises(TypeError, match="unexpected keyword argument 'other'"):
         layer(other=expected)
     graph = torch.fx.symbolic_trace(layer)
     assert [node.target for node in graph.graph.find_nodes(op="placeholder")] == list(inputs)
-    compiled = torch.compile(Calls(layer, list(inputs)), backend="aot_eager", fullgraph=True)
     pickled, file = pickle.dumps(layer), io.BytesIO()
     torch.save(layer, file)
     copies = [copy.deepcopy(layer), pickle.loads(pickled)]
@@ -451,7 +445,6 @@ def test_arguments_keep_their_names_in_copies_and_tools(cls):
     copies += [pickle.loads(pickled), torch.load(io.BytesIO(file.getvalue()), weights_only=False)]
     for other in (*copies, graph):
         torch.testing.assert_close(other(**inputs), expected, **SAME_BITS)
-    torch.testing.assert_close(compiled(*inputs.values()), expected, **SAME_BITS)
     for copied in copies:
         revert(copied)
         assert type(copied) is cls and type(layer) is not cls
@@ -462,6 +455,18 @@ def test_arguments_keep_their_names_in_copies_and_tools(cls):
     tolerance = 4 * torch.finfo(dtype).eps + 1e-5  # both record aten's operators
     for other in (program, traced):
         torch.testing.assert_close(other(**larger), layer(**larger), rtol=tolerance, atol=tolerance)
+
+
+def test_converted_layers_are_compiled():
+    """All layers are in one graph, because each compilation takes time."""
+    converted_layers, inputs, _ = zip(*map(converted_layer_of_narrow_inputs, LAYERS), strict=True)
+
+    def call(inputs):
+        return [layer(**each) for layer, each in zip(converted_layers, inputs, strict=True)]
+
+    results = torch.compile(call, backend="aot_eager", fullgraph=True)(inputs)
+    for cls, actual, expected in zip(LAYERS, results, call(inputs), strict=True):
+        torch.testing.assert_close(actual, expected, **SAME_BITS, msg=lambda text, cls=cls: f"{cls.__name__}: {text}")
 
 
 @pytest.mark.parametrize("cls", [torch.nn.LayerNorm, torch.nn.RMSNorm])

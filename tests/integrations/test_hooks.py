@@ -12,8 +12,11 @@ from layernorm_ext import _compatibility
 HOOKS = {"huggingface": "kernels", "megatron": "megatron.core", "torchtitan": "torchtitan"}
 
 
-def test_the_package_imports_no_hook_and_each_hook_refuses_to_be_imported_without_its_package():
-    """The package does not import torch's Inductor either. All imports take place in one new process."""
+def test_imports_in_a_new_process():
+    """The package imports neither a hook nor torch's Inductor. A hook refuses to be imported without its package.
+
+    Importing the package again, or reloading the module that adds the import hook, adds no second import hook.
+    """
     code = f"""
 import importlib, sys, layernorm_ext
 print(*sys.modules)
@@ -23,14 +26,24 @@ for hook, package in {HOOKS}.items():
         importlib.import_module("layernorm_ext.integrations." + hook)
     except ImportError as error:
         print(hook, error)
+
+finders = len(sys.meta_path)
+importlib.reload(layernorm_ext)
+importlib.reload(layernorm_ext._ops)
+importlib.reload(layernorm_ext)
+for name in [name for name in sys.modules if name.startswith("layernorm_ext") and not name.endswith("._C")]:
+    del sys.modules[name]
+import layernorm_ext
+print(len(sys.meta_path) - finders)
 """
     output = subprocess.check_output([sys.executable, "-P", "-c", code], text=True)
-    modules, *errors = output.splitlines()
+    modules, *errors, new_finders = output.splitlines()
     assert "layernorm_ext.functional" in modules.split()
     others = ("layernorm_ext.integrations", "layernorm_ext.fusion", "torch._inductor")
     assert not any(name.startswith(others) for name in modules.split())
     for (hook, package), error in zip(HOOKS.items(), errors, strict=True):
         assert re.match(rf"{hook} layernorm_ext needs \S+ [\d.]+ or newer here, but there is .*{package}", error)
+    assert new_finders == "0"
 
 
 def test_missing_and_old_packages_are_import_errors(monkeypatch):

@@ -121,7 +121,7 @@ def inputs(seed):
 def source(seed, templates=TEMPLATES):
     """Return a program that runs in eager mode: a function of the inputs that returns some of its tensors."""
     rng = random.Random(seed)
-    torch.manual_seed(seed)  # of dropout and rand_like
+    torch.default_generator.manual_seed(seed)  # of dropout and rand_like
     tensors = dict(zip(SHAPES, (leaf.clone() for leaf in inputs(seed)), strict=True))
     lines = []
 
@@ -223,7 +223,7 @@ def graph_of(text, seed):
 
 def results_of(function, seed):
     """Return outputs, changed inputs and gradients."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     leaves = inputs(seed)
     arguments = [leaf.clone() for leaf in leaves]
     outputs = function(*arguments)

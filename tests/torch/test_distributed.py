@@ -81,8 +81,10 @@ def run_checks(rank, folder):
 
 def test_four_processes_give_the_results_of_one(tmp_path):
     context = multiprocessing.get_context("forkserver")
-    # The processes import DTensor before layernorm_ext; the last test of this file has the other order.
-    context.set_forkserver_preload(["torch.distributed.fsdp", DTENSOR])
+    # The server imports once what all processes need. They import DTensor before layernorm_ext; the last test of this
+    # file has the other order.
+    modules = ["torch.distributed.fsdp", f"{DTENSOR}.parallel", "torch._functorch.aot_autograd"]
+    context.set_forkserver_preload(modules)
     with ProcessPoolExecutor(PROCESSES, context) as pool:
         failures = list(filter(None, pool.map(run_checks, range(PROCESSES), [tmp_path] * PROCESSES)))
     if failures:
@@ -437,18 +439,25 @@ def layers_are_replaced_after_fsdp2_has_sharded_them(mesh):
 
 
 def test_later_import_of_dtensor_registers_the_sharding_rules():
-    """This package does not import DTensor, which takes half as long as torch and which some builds of torch lack."""
+    """This package does not import DTensor, which takes half as long as torch and which some builds of torch lack.
+
+    DTensor's loader pickles before the import, and after it, when it is as it would be without this package.
+    """
     code = f"""
-import sys
+import importlib.util, pickle, sys
 sys.modules["{DTENSOR}"] = None  # makes the import fail
 import layernorm_ext, torch
 layernorm_ext.LayerNorm(8)(torch.ones(2, 8))
 
 del sys.modules["{DTENSOR}"]
-import {DTENSOR}
+for _ in range(2):
+    loader = pickle.loads(pickle.dumps(importlib.util.find_spec("{DTENSOR}").loader))
+    print(loader.name, "layernorm_ext._dtensor" in sys.modules, *sorted(vars(loader)))
+    import {DTENSOR}
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
 x = torch.distributed.tensor.distribute_tensor(torch.ones(2, 8), mesh, [torch.distributed.tensor.Shard(0)])
 assert layernorm_ext.layer_norm(x, (8,)).placements == x.placements
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
+    output = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=240)
+    assert output == f"{DTENSOR} False exec_module name path\n{DTENSOR} True name path\n"

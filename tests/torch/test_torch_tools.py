@@ -1,8 +1,6 @@
-"""torch's conventions and tools: strides, types of eps, quantization, TorchScript, imports."""
+"""torch's conventions and tools: strides, types of eps, quantization, TorchScript."""
 
 import copy
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -143,11 +141,7 @@ def test_flop_counter_counts_as_many_operations_as_for_the_original(cls):
     assert sum(expected["Global"].values()) == 5 * (2 * 50 * 8 * 8)  # x needs no gradient
 
 
-# The registration when DTensor is imported
-
-
-def run_in_new_process(code):
-    return subprocess.check_output([sys.executable, "-c", code], text=True)
+# Modules in compiled functions
 
 
 @pytest.mark.parametrize("module_class", MODULES, ids=lambda module_class: module_class.__name__)
@@ -159,34 +153,3 @@ def test_compiled_functions_may_create_modules(module_class):
 
     x = torch.randn(2, 4, 4)
     torch.testing.assert_close(torch.compile(normalize, backend="eager")(x), normalize(x), rtol=0, atol=0)
-
-
-def test_reloading_the_package_adds_no_import_hook():
-    """Importing it again, or reloading the module that adds the hook, adds none either."""
-    code = """
-import importlib, sys, layernorm_ext
-count = len(sys.meta_path)
-importlib.reload(layernorm_ext)
-importlib.reload(layernorm_ext._ops)
-importlib.reload(layernorm_ext)
-for name in [name for name in sys.modules if name.startswith("layernorm_ext") and not name.endswith("._C")]:
-    del sys.modules[name]
-import layernorm_ext
-print(len(sys.meta_path) - count)
-"""
-    assert run_in_new_process(code) == "0\n"
-
-
-def test_the_loader_of_dtensor_pickles():
-    """Before the import, and after it, when a loader is as it would be without this package."""
-    code = """
-import importlib.util, pickle, sys, layernorm_ext
-name = "torch.distributed.tensor"
-assert name not in sys.modules
-for _ in range(2):
-    loader = pickle.loads(pickle.dumps(importlib.util.find_spec(name).loader))
-    print(loader.name, "layernorm_ext._dtensor" in sys.modules, *sorted(vars(loader)))
-    importlib.import_module(name)
-"""
-    name = "torch.distributed.tensor"
-    assert run_in_new_process(code) == f"{name} False exec_module name path\n{name} True name path\n"

@@ -99,41 +99,24 @@ def test_exported_programs_can_keep_the_kernels(strict):
         torch.testing.assert_close(each.module()(x), model(x), **SAME_BITS)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_exported_traced_and_scripted_programs_run_without_this_package(tmp_path):
-    model, x = torch.nn.Sequential(LayerNorm(8), layernorm_ext.RMSNorm(8)), torch.randn(3, 8)
-    torch.export.save(torch.export.export(model, (x,)), tmp_path / "exported.pt2")
-    torch.jit.trace(model, x).save(tmp_path / "traced.pt")
-    torch.jit.script(model).save(tmp_path / "scripted.pt")
-    torch.save((x, model(x)), tmp_path / "expected.pt")
-    code = (
-        "import sys, torch; sys.modules['layernorm_ext'] = None\n"
-        "x, expected = torch.load('expected.pt')\n"
-        "programs = torch.export.load('exported.pt2').module(), *map(torch.jit.load, ('traced.pt', 'scripted.pt'))\n"
-        "for program in programs: torch.testing.assert_close(program(x), expected)\n"
-        "assert not hasattr(torch.ops.layernorm, 'forward')\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
-
-
 # torch.compile
 
 
 def test_training_compiled_as_aten_matches_the_kernels():
-    """Forward and backward call none of the kernels."""
+    """Forward and backward call none of the kernels.
+
+    Symbolic sizes take several times as long; test_exported_programs_call_only_aten and test_symbolic_groups have them.
+    """
     model, recorder = Model(), AotEagerAndRecordGraphs()
+    tensors = [model.input(3).requires_grad_(), model.w, model.b]
     with trace_as("aten"):
         compiled = torch.compile(model, backend=recorder, fullgraph=True)
-        for batch in (3, 7):
-            x = model.input(batch).requires_grad_()
-            torch._dynamo.mark_dynamic(x, 0)  # symbolic columns take twice as long; test_symbolic_groups has them
-            results = [
-                with_gradients(lambda x, *_, f=f: sum(f(x), ()), [x, model.w, model.b]) for f in (compiled, model)
-            ]
-            torch.testing.assert_close(*results, **ANOTHER_ORDER)
+        results = [with_gradients(lambda x, *_, f=f: sum(f(x), ()), tensors) for f in (compiled, model)]
+    torch.testing.assert_close(*results, **ANOTHER_ORDER)
     assert not any(calls_kernels(module) for module in recorder.fw_graphs + recorder.bw_graphs)
 
 
+@pytest.mark.inductor
 def test_compiled_images_have_the_strides_of_the_kernels_output():
     formats, shapes = (torch.contiguous_format, torch.channels_last), ((2, 8, 4, 5), (2, 8, 1, 1), (2, 1, 4, 5))
     images = [torch.randn(shape).to(memory_format=each) for each in formats for shape in shapes]
@@ -154,6 +137,7 @@ def test_changed_setting_recompiles_once():
     assert calls in ([True, False], [True, False, True])  # None and "kernel" may share a graph
 
 
+@pytest.mark.inductor
 def test_setting_within_compiled_code_lets_inductor_fuse_the_norm():
     """Inductor compiles one kernel for the first norm and its neighbors; the second norm runs this package's kernel."""
 
@@ -183,6 +167,7 @@ def parameter_gradients(model, function):
     [{"mode": "reduce-overhead"}, {"mode": "max-autotune-no-cudagraphs", "dynamic": True}],
     ids=str,
 )
+@pytest.mark.inductor
 def test_compiled_training_matches_eager(options):
     """The batch and normalized_shape=x.shape[-1:] change between calls."""
 
@@ -210,6 +195,7 @@ class RowsOfImages(LayerNorm):
 
 
 @pytest.mark.parametrize("classes", [(RowsOfImages,), (LayerNorm2d, RMSNorm2d)], ids=["rows", "images"])
+@pytest.mark.inductor
 def test_compiled_training_between_convolutions(classes):
     """Inductor makes tensors near a convolution channels last, including statistics, but fails for other sizes then.
 
@@ -260,9 +246,9 @@ def test_compiled_training_under_autocast_matches_eager():
 
 
 def test_compiled_autograd_matches_eager():
-    """First and, except with memory_efficient, second derivatives."""
-    once = Model("layer_norm, memory_efficient")
-    twice = Model("add_rms_norm, zero_centered_weight", "layer_norm_2d", "layer_norm without weight")
+    """First derivatives and, of two functions, second ones, whose graphs take seconds to compile."""
+    once = Model("layer_norm, memory_efficient", "layer_norm without weight")
+    twice = Model("add_rms_norm, zero_centered_weight", "layer_norm_2d")
     for batch in (3, 4):
         tensors = [twice.input(batch).requires_grad_(), *twice.parameters(), *once.parameters()]
 
@@ -329,11 +315,19 @@ class BlocksAndOperators(torch.nn.Module):
         return torch.stack([block(x, other) for block in self.blocks]), add_norm_and_backward(dy, x, other, w, b)
 
 
-def test_ahead_of_time_compiled_programs_run_in_another_process(tmp_path):
-    """Blocks call the kernels, also where a mean or sum is absent. Inductor compiles the rest with other roundings.
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.inductor
+def test_saved_programs_run_in_another_process(tmp_path):
+    """Exported, traced and scripted programs do not need this package; those compiled ahead of time do.
 
-    Operators without neighbors have the same bits.
+    Compiled blocks call the kernels, also where a mean or sum is absent. Inductor compiles the rest with other
+    roundings. Operators without neighbors have the same bits.
     """
+    norms, x = torch.nn.Sequential(LayerNorm(8), layernorm_ext.RMSNorm(8)), torch.randn(3, 8)
+    torch.export.save(torch.export.export(norms, (x,)), tmp_path / "exported.pt2")
+    torch.jit.trace(norms, x).save(tmp_path / "traced.pt")
+    torch.jit.script(norms).save(tmp_path / "scripted.pt")
+    torch.save((x, norms(x)), tmp_path / "expected.pt")
     model = BlocksAndOperators().requires_grad_(False)
     inputs = tuple(torch.randn(size) for size in ((2, 3, 8), (2, 3, 8), (2, 3, 8), (8,), (8,)))
     with trace_as("kernel"):
@@ -343,7 +337,12 @@ def test_ahead_of_time_compiled_programs_run_in_another_process(tmp_path):
     torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "program.pt2"))
     torch.save(inputs, tmp_path / "inputs.pt")
     code = (
-        "import torch, layernorm_ext\n"
+        "import sys, torch; sys.modules['layernorm_ext'] = None\n"
+        "x, expected = torch.load('expected.pt')\n"
+        "programs = torch.export.load('exported.pt2').module(), *map(torch.jit.load, ('traced.pt', 'scripted.pt'))\n"
+        "for program in programs: torch.testing.assert_close(program(x), expected)\n"
+        "assert not hasattr(torch.ops.layernorm, 'forward')\n"
+        "del sys.modules['layernorm_ext']; import layernorm_ext\n"
         "program = torch._inductor.aoti_load_package('program.pt2')\n"
         "torch.save(program(*torch.load('inputs.pt')), 'outputs.pt')\n"
     )
@@ -397,31 +396,42 @@ MODULATIONS = {
 }
 
 
+class Modulated(torch.nn.Module):
+    """Norms whose scale and shift have every shape. They are in one program, because each export takes time."""
+
+    def __init__(self, cls):
+        super().__init__()
+        self.norms = torch.nn.ModuleList(cls(shape[-dims:]) for shape, *_, dims in MODULATIONS.values())
+
+    def forward(self, inputs):
+        return [norm(*arguments) for norm, arguments in zip(self.norms, inputs, strict=True)]
+
+
 @pytest.mark.parametrize("cls", [AdaLayerNorm, AdaRMSNorm, AddAdaLayerNorm, AddAdaRMSNorm])
-@pytest.mark.parametrize("sizes", MODULATIONS.values(), ids=MODULATIONS)
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_every_shape_of_scale_and_shift(cls, sizes):
+def test_every_shape_of_scale_and_shift(cls):
     """Eager calls insert the dimensions of scale and shift in C++, and exported programs in Python.
 
     A gate beside a residual has the shape of the scale, or of the shift.
     Exported and traced programs call only aten and agree to some roundings of float64; the others have the same bits.
     """
-    x, *parameters = (None if s is None else torch.randn(s, dtype=F64) for s in sizes[:3])
-    module = cls(sizes[0][-sizes[3] :])
-    arguments = (x, *parameters)
-    if cls in (AddAdaLayerNorm, AddAdaRMSNorm):
-        arguments = (x, x.cos(), *parameters, next((p.sin() for p in parameters if p is not None), None))
-    expected = module(*arguments)
-    program = torch.export.export(module, arguments, strict=False)
+    model, inputs = Modulated(cls), []
+    for *shapes, _ in MODULATIONS.values():
+        x, *parameters = (None if shape is None else torch.randn(shape, dtype=F64) for shape in shapes)
+        if cls in (AddAdaLayerNorm, AddAdaRMSNorm):
+            parameters = [x.cos(), *parameters, next((p.sin() for p in parameters if p is not None), None)]
+        inputs.append((x, *parameters))
+    expected = model(inputs)
+    program = torch.export.export(model, (inputs,))
     assert not calls_kernels(program)
-    programs = [program.module()]
-    if all(argument is not None for argument in arguments):  # torch.jit.trace takes tensors only
-        programs.append(torch.jit.trace(module, arguments))
-    for each in programs:
-        torch.testing.assert_close(each(*arguments), expected, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(program.module()(inputs), expected, rtol=1e-13, atol=1e-13)
+    for norm, arguments, results in zip(model.norms, inputs, expected, strict=True):
+        if all(argument is not None for argument in arguments):  # torch.jit.trace takes tensors only
+            traced = torch.jit.trace(norm, arguments)
+            torch.testing.assert_close(traced(*arguments), results, rtol=1e-13, atol=1e-13)
     with trace_as("kernel"):
-        program = torch.export.export(module, arguments)
-    torch.testing.assert_close(program.module()(*arguments), expected, **SAME_BITS)
+        program = torch.export.export(model, (inputs,))
+    torch.testing.assert_close(program.module()(inputs), expected, **SAME_BITS)
 
 
 @pytest.mark.parametrize("cls", [AdaLayerNorm, AdaRMSNorm])
@@ -500,6 +510,7 @@ def test_numbers_of_samples_that_depend_on_data(shape):
             torch.testing.assert_close(actual[1], expected[1], **REORDERED_BY_INDUCTOR)
 
 
+@pytest.mark.inductor
 def test_inductor_compiles_numbers_of_samples_that_depend_on_data():
     """Inductor sees parameters of any shape alike, as arguments of an operator."""
     tensors = torch.randn(4, 5, 8), torch.randn(4, 1, 8), torch.tensor([True, False, True, True])
