@@ -46,8 +46,9 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("large") and backend_of(item) == "cpu":
             item.add_marker("integration")
-    # The longest tests start first, so that no worker of pytest-xdist ends long after the others.
-    items.sort(key=lambda item: "lesser_set" not in item.name)
+    # The longest tests start first, so that no worker of pytest-xdist ends long after the others. The tests that use
+    # Inductor follow each other, so that one worker runs them all.
+    items.sort(key=lambda item: ("lesser_set" not in item.name, not item.get_closest_marker("inductor")))
 
 
 @pytest.fixture(scope="session")
@@ -78,7 +79,7 @@ def backend(request):
 
 @pytest.fixture(autouse=True)
 def independence_of_other_tests():
-    # torch.manual_seed() takes milliseconds, because it formats the stack for each kind of device that is not in use.
+    # torch.manual_seed() takes a millisecond, because it formats the stack for each kind of device that is not in use.
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(0)
@@ -125,4 +126,5 @@ def pytest_report_header():
 def pytest_configure(config):
     config.addinivalue_line("markers", "large: takes gigabytes; on a CPU, only with -m integration, and never emulated")
     config.addinivalue_line("markers", "every_path: also for all paths of the CUDA kernels (support/backends.py)")
+    config.addinivalue_line("markers", "inductor: uses Inductor, whose first use in a process takes seconds")
     config.addinivalue_line("markers", "integration: takes the extra test-all or minutes; runs with -m integration")

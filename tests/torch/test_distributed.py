@@ -81,8 +81,10 @@ def run_checks(rank, folder):
 
 def test_four_processes_give_the_results_of_one(tmp_path):
     context = multiprocessing.get_context("forkserver")
-    # The processes import DTensor before layernorm_ext; the last test of this file has the other order.
-    context.set_forkserver_preload(["torch.distributed.fsdp", DTENSOR])
+    # The server imports once what all processes need. They import DTensor before layernorm_ext; the last test of this
+    # file has the other order.
+    modules = ["torch.distributed.fsdp", f"{DTENSOR}.parallel", "torch._functorch.aot_autograd"]
+    context.set_forkserver_preload(modules)
     with ProcessPoolExecutor(PROCESSES, context) as pool:
         failures = list(filter(None, pool.map(run_checks, range(PROCESSES), [tmp_path] * PROCESSES)))
     if failures:

@@ -337,6 +337,7 @@ def test_compiled_calls_have_the_same_bits(layout):
     assert len(recorder.fw_graphs) == 1
 
 
+@pytest.mark.inductor
 def test_inductor_fuses_neighbours_of_every_size():
     """Inductor may copy a residual that changes in place. Residuals are float32 and parameters float64.
 

@@ -478,6 +478,7 @@ def log(caplog):
         yield lambda: [record.getMessage() for record in caplog.records if record.name == "layernorm_ext.fusion"]
 
 
+@pytest.mark.inductor
 def test_an_option_of_inductor(log):
     """test_caches_know_the_pass compiles the function for inference."""
     compiled = torch.compile(block, fullgraph=True, options={"pre_grad_custom_pass": fuse_neighbors})
@@ -487,6 +488,7 @@ def test_an_option_of_inductor(log):
     assert log()[0] == "1 norms: gate, add and modulate 1"
 
 
+@pytest.mark.inductor
 def test_the_configuration_of_inductor():
     """torch 2.13 and newer also take a list of passes."""
     passes = [lambda graph: None, fuse_neighbors] if TAKES_LISTS else fuse_neighbors
@@ -495,6 +497,7 @@ def test_the_configuration_of_inductor():
     assert fused.keys() == ALL.keys()
 
 
+@pytest.mark.inductor
 def test_caches_know_the_pass(tmp_path, monkeypatch):
     """The same function is compiled with and without the pass, twice each."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -577,7 +580,7 @@ def test_graphs_of_other_operators_are_left(log):
     assert log() == ["0 norms", "1 norms"]
 
 
-@pytest.mark.parametrize("compiler", [fusion.eager, "inductor"])
+@pytest.mark.parametrize("compiler", [fusion.eager, pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_a_hook_on_a_sum_that_leaves_a_checkpoint(compiler):
     """The parent may observe the gradient of the sum, or of a view of it, and the pass sees one graph."""
 

@@ -116,6 +116,7 @@ def test_training_compiled_as_aten_matches_the_kernels():
     assert not any(calls_kernels(module) for module in recorder.fw_graphs + recorder.bw_graphs)
 
 
+@pytest.mark.inductor
 def test_compiled_images_have_the_strides_of_the_kernels_output():
     formats, shapes = (torch.contiguous_format, torch.channels_last), ((2, 8, 4, 5), (2, 8, 1, 1), (2, 1, 4, 5))
     images = [torch.randn(shape).to(memory_format=each) for each in formats for shape in shapes]
@@ -136,6 +137,7 @@ def test_changed_setting_recompiles_once():
     assert calls in ([True, False], [True, False, True])  # None and "kernel" may share a graph
 
 
+@pytest.mark.inductor
 def test_setting_within_compiled_code_lets_inductor_fuse_the_norm():
     """Inductor compiles one kernel for the first norm and its neighbors; the second norm runs this package's kernel."""
 
@@ -165,6 +167,7 @@ def parameter_gradients(model, function):
     [{"mode": "reduce-overhead"}, {"mode": "max-autotune-no-cudagraphs", "dynamic": True}],
     ids=str,
 )
+@pytest.mark.inductor
 def test_compiled_training_matches_eager(options):
     """The batch and normalized_shape=x.shape[-1:] change between calls."""
 
@@ -192,6 +195,7 @@ class RowsOfImages(LayerNorm):
 
 
 @pytest.mark.parametrize("classes", [(RowsOfImages,), (LayerNorm2d, RMSNorm2d)], ids=["rows", "images"])
+@pytest.mark.inductor
 def test_compiled_training_between_convolutions(classes):
     """Inductor makes tensors near a convolution channels last, including statistics, but fails for other sizes then.
 
@@ -242,7 +246,7 @@ def test_compiled_training_under_autocast_matches_eager():
 
 
 def test_compiled_autograd_matches_eager():
-    """First and, except with memory_efficient, second derivatives."""
+    """First derivatives and, of two functions, second ones, whose graphs take seconds to compile."""
     once = Model("layer_norm, memory_efficient", "layer_norm without weight")
     twice = Model("add_rms_norm, zero_centered_weight", "layer_norm_2d")
     for batch in (3, 4):
@@ -312,6 +316,7 @@ class BlocksAndOperators(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.inductor
 def test_saved_programs_run_in_another_process(tmp_path):
     """Exported, traced and scripted programs do not need this package; those compiled ahead of time do.
 
@@ -505,6 +510,7 @@ def test_numbers_of_samples_that_depend_on_data(shape):
             torch.testing.assert_close(actual[1], expected[1], **REORDERED_BY_INDUCTOR)
 
 
+@pytest.mark.inductor
 def test_inductor_compiles_numbers_of_samples_that_depend_on_data():
     """Inductor sees parameters of any shape alike, as arguments of an operator."""
     tensors = torch.randn(4, 5, 8), torch.randn(4, 1, 8), torch.tensor([True, False, True, True])
