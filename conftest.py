@@ -79,7 +79,7 @@ def backend(request):
 
 @pytest.fixture(autouse=True)
 def independence_of_other_tests():
-    # torch.manual_seed() takes milliseconds, because it formats the stack for each kind of device that is not in use.
+    # torch.manual_seed() takes a millisecond, because it formats the stack for each kind of device that is not in use.
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(0)

@@ -190,10 +190,10 @@ def test_compiled_calls(fuses):
 
 
 def test_calls_compiled_as_aten_for_inference():
-    """Gradients of aten's operators have torch's strides. test_exported_programs has the strides of fake tensors."""
+    """The gradients of aten's operators have torch's strides. test_compiled_calls has the kernels."""
     module = Calls(SOME)
     with trace_as("aten"), torch.no_grad():
-        module.check(torch.compile(module, fullgraph=True, backend="eager")(*module.tensors))
+        module.check(torch.compile(module, fullgraph=True, backend="aot_eager")(*module.tensors))
 
 
 @pytest.mark.parametrize("operators", ["kernel", "aten"])
