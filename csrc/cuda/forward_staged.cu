@@ -421,7 +421,7 @@ Launch plan_stages(const ForwardParams& p, StagedPlan plan) {
   plan.rows_per_round = static_cast<int>(config.block.x) / plan.row_threads;
   plan.stage_bytes =
       StagedRows<T, X, Variant>::stage_bytes(plan.row_fits_warp ? kWarpSize / plan.row_threads : 1, plan.flags);
-  constexpr size_t kMaxStaticShared = 1536;  // at least what the kernel's __shared__ variables take
+  constexpr size_t kMaxStaticShared = 1536;  // at least the static shared memory of the kernel
   plan.stages = kMaxStages + 1;
   do {
     config.shared_bytes = static_cast<size_t>(config.block.x) / kWarpSize * --plan.stages * plan.stage_bytes;
