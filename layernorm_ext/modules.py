@@ -365,11 +365,15 @@ class LazyLayerNorm(LazyModuleMixin, LayerNorm):
                 f"{list(input.shape)}"
             )
         self.normalized_shape = tuple(input.shape[-self.dimensions :])
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if isinstance(parameter, UninitializedParameter):
-                    parameter.materialize(self.normalized_shape)
-                    parameter.fill_(name == "weight" and not self.zero_centered_weight)
+        if self.has_uninitialized_params():
+            with torch.no_grad():
+                loaded = [(p, p.clone()) for p in self.parameters() if not isinstance(p, UninitializedParameter)]
+                for parameter in self.parameters():
+                    if isinstance(parameter, UninitializedParameter):
+                        parameter.materialize(self.normalized_shape)
+                self.reset_parameters()
+                for parameter, value in loaded:
+                    parameter.copy_(value)
         del self.dimensions
 
     def extra_repr(self) -> str:

@@ -34,7 +34,7 @@ struct Coefficients {
 constexpr int64_t kCoefficients = 6;  // arrays in Coefficients
 static_assert(kMaxPackSize % kPackSize<float> == 0 && kTileCols % kMaxPackSize == 0);
 
-// What the functions of a call share.
+// A backward call: its arguments, its policy, and the memory for partial sums and coefficients.
 template <class T_, class X_, class W_>
 struct Backward {
   using T = T_;

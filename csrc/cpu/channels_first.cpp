@@ -275,7 +275,7 @@ struct BackwardTile {
   const int64_t pixels = position.pixels;
 };
 
-// What the loops over channels c to c + n - 1, a chunk, share.
+// A chunk of a tile: channels c to c + n - 1, with their weights and biases.
 template <bool rescaled, class B>
 struct ChannelChunk {
   using T = typename B::T;

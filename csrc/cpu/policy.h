@@ -193,7 +193,7 @@ constexpr int64_t kMaxDifferences = 4096;
 // all of the row at its beginning would evict the input from the first-level cache.
 constexpr int64_t kWriteAheadBytes = 1024;
 
-// What the output loop prefetches of the rows that follow.
+// The prefetches of later rows by the output loop.
 struct Prefetch {
   int64_t rows_ahead;  // 0 for no prefetch
   bool output;         // whether to prefetch the output as well as the input; not if it is streamed

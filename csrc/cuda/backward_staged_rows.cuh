@@ -42,7 +42,7 @@ using RowSums = PartialResult;
 // The arrays that are staged. Only gated norms have a gate.
 enum StagedArray { kX, kDy, kGate };
 
-// What a stage has of each row beside its elements.
+// The statistics and addresses of a row in a stage, beside its elements.
 template <class T, class X, int kArrays>
 struct alignas(16) RowHeader {
   Acc mean, rstd;

@@ -296,6 +296,18 @@ def test_lazy_module_keeps_a_parameter_that_was_loaded_alone(zero_centered):
             assert torch.equal(parameter, loaded if other == name else norm.get_parameter(other))
 
 
+def test_lazy_module_calls_the_reset_parameters_of_a_subclass():
+    class StartsAtTwo(LazyLayerNorm):
+        def reset_parameters(self):
+            super().reset_parameters()
+            if self.weight is not None and not self.has_uninitialized_params():
+                torch.nn.init.constant_(self.weight, 2)
+
+    lazy = StartsAtTwo()
+    lazy(torch.randn(2, 5))
+    assert torch.equal(lazy.weight, torch.full((5,), 2.0))
+
+
 def test_lazy_module_checks_dimensions():
     with pytest.raises(ValueError, match="Expected dimensions to be at least 1, but got dimensions=0"):
         LazyLayerNorm(0)
