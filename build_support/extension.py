@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
@@ -100,9 +101,13 @@ class BuildExtension(cpp_extension.BuildExtension):
     """Compiles the kernels once per instruction set and writes _build_info.py."""
 
     def finalize_options(self):
-        """Separate the objects of different torch versions, and let ninja decide which are out of date."""
+        """Keep the objects of each version of torch, and let ninja decide which are out of date.
+
+        An editable installation would otherwise compile everything again, because its build_temp is a temporary folder.
+        """
         super().finalize_options()
-        self.build_temp = os.path.join(self.build_temp, f"torch-{torch.__version__}")
+        build_base = self.get_finalized_command("build").build_base
+        self.build_temp = os.path.join(build_base, f"{sys.implementation.cache_tag}-torch-{torch.__version__}")
         self.force = True
 
     def run(self):
