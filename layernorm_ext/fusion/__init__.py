@@ -6,7 +6,7 @@ One call of the operator ``layernorm::forward`` replaces a residual sum with a g
     y = norm(s)                         ->  output, s = forward(x, weight=scale, bias=shift, residual=residual,
     output = y * (1 + scale) + shift                            input_scale=gate, zero_centered_weight=True)
 
-Everything but the norm may be missing. The operator's autograd serves training. ``docs/pytorch.md`` shows the uses.
+Everything but the norm may be missing. The operator's autograd serves training. ``docs/fusion.md`` shows the uses.
 
 The logger ``layernorm_ext.fusion`` gets a line for each graph at level INFO. The graph is neither functional nor
 normalized, so that the pass leaves a norm as it is if it cannot exclude that the order of reads and writes changes.
