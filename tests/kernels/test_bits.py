@@ -42,7 +42,7 @@ def calls(member):
     """Yield the tensors of calls: rows, or images in both layouts, whose parameters are shared, per sample or none."""
     shapes = IMAGES if member.takes_images else ROWS
     shapes = [shape for shape in shapes if shape[-1] % member.options.get("num_groups", 1) == 0]
-    dtypes = RESIDUALS if member.adds else [(*pair, pair[0]) for pair in DTYPES]
+    dtypes = RESIDUALS if member.adds_residual else [(*pair, pair[0]) for pair in DTYPES]
     for shape, (dtype, parameter_dtype, other_dtype) in itertools.product(shapes, dtypes):
         x, other = values(shape, dtype, 1), values(shape, other_dtype, 2)
         batches = [()] if member.is_gated_norm else [(), shape[:1] if member.takes_images else (shape[0], 1)]

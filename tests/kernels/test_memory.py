@@ -23,7 +23,7 @@ def freed(t, view=False):
 
 
 def arguments_of(member):
-    return ["input", *["residual or gate"] * member.takes_two, "weight", *["bias"] * member.takes_bias]
+    return ["input", *["residual or gate"] * member.takes_r, "weight", *["bias"] * member.takes_b]
 
 
 # Freed storages
@@ -61,7 +61,7 @@ def test_functions_refuse_freed_tensors(member, name):
     with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
         call(x.requires_grad_())
     if name in ("weight", "bias") and "inplace" not in member.options:  # vmap changes no residual in place
-        loss = lambda x: sum(y.sum() for y in (call(x) if member.adds else [call(x)]))  # noqa: E731
+        loss = lambda x: sum(y.sum() for y in (call(x) if member.adds_residual else [call(x)]))  # noqa: E731
         many = torch.randn(2, *shape)
         for transform in (
             torch.vmap(call),
@@ -93,7 +93,7 @@ def test_functions_take_zeros_without_memory(member, name):
     torch.testing.assert_close(call(tensors | zeros), call(tensors | {name: torch.zeros(shapes[name])}))
     other = "weight" if name == "input" else "input"
     _, tangent = torch.func.jvp(lambda t: call(tensors | zeros | {other: t}), (tensors[other],), (tensors[other],))
-    assert all(t.isfinite().all() for t in (tangent if member.adds else (tangent,)))
+    assert all(t.isfinite().all() for t in (tangent if member.adds_residual else (tangent,)))
 
 
 def test_backward_refuses_saved_tensors_that_were_freed():

@@ -144,13 +144,13 @@ def family_keeps_batch_and_sequence_sharded(mesh):
         is_adaptive = "ada" in member.name
         if member.takes_images:
             x, r = (t.movedim(-1, 1).contiguous().movedim(1, -1) for t in (x, r))
-        tensors = [x.to(dtype), *([r] if member.takes_two else []), w if is_adaptive else w[0]]
-        tensors += [b if is_adaptive else b[0]] if member.takes_bias else []
+        tensors = [x.to(dtype), *([r] if member.takes_r else []), w if is_adaptive else w[0]]
+        tensors += [b if is_adaptive else b[0]] if member.takes_b else []
         of_parameters = shard if is_adaptive and shard == Shard(0) else Replicate()
         placements = [shard if t.dim() == 3 else of_parameters for t in tensors]
 
         def function(x, *others, member=member):
-            return member(x, others[0], others[int(member.takes_two)], others[-1])
+            return member(x, others[0], others[int(member.takes_r)], others[-1])
 
         tolerance = ANOTHER_ORDER if member.takes_images else SAME_BITS
         assert_stays_sharded(mesh, function, tensors, placements, tolerance)

@@ -148,7 +148,7 @@ def test_derivatives_with_mixed_dtypes(member, dtypes):
     if "memory_efficient" in member.options:
         with pytest.raises(NotImplementedError, match="memory_efficient=True does not keep"):
             first[0].sum().backward()
-    if member.adds and "gate" not in member.options:
+    if member.adds_residual and "gate" not in member.options:
         (x, r, *_), (dx, dr, *_) = tensors, first
         assert torch.equal(outputs[1], x + r) and torch.equal(dx, dr.to(dx.dtype))
     with torch.inference_mode():
@@ -245,7 +245,7 @@ def test_functionalized_calls_change_the_residual():
 def tensors_to_save(member, x, r, w, b, output, total=None):
     """Return the tensors that the wanted gradients need, apart from the statistics."""
     wants_x, wants_w, wants_b = x.requires_grad, w.requires_grad, b.requires_grad and member.has_bias
-    wants_r = r.requires_grad and member.takes_two
+    wants_r = r.requires_grad and member.takes_r
     gates, is_first = "gate" in member.options, "gate_first" in member.options
     wants_gate = b.requires_grad if gates else wants_r and member.is_gated_norm
     efficient = "memory_efficient" in member.options

@@ -47,11 +47,11 @@ class Call:
         output = contiguous = torch.empty(shape)
         if member.takes_images:
             output = torch.empty_like(x)
-        elif "rms" in member.name and not member.adds:
+        elif "rms" in member.name and not member.adds_residual:
             output = torch.nn.functional.rms_norm(x, (8,))
-        results = [output, r.clone() if "inplace" in member.options else contiguous][: 1 + member.adds]
+        results = [output, r.clone() if "inplace" in member.options else contiguous][: 1 + member.adds_residual]
         gradients = [output if member.takes_images else contiguous] * 2 + parameters
-        takes = [True, member.takes_two, True, member.takes_bias]
+        takes = [True, member.takes_r, True, member.takes_b]
         self.strides = [y.stride() for y in results]
         self.strides_of_gradients = [t.stride() if taken else None for t, taken in zip(gradients, takes, strict=True)]
 
@@ -60,7 +60,7 @@ class Call:
         if "inplace" in self.member.options:
             arguments[1] = arguments[1].clone()  # a leaf cannot change in place
         results = self.member.function(*arguments, eps=EPS, **options)
-        return results if self.member.adds else (results,)
+        return results if self.member.adds_residual else (results,)
 
     def leaves(self):
         return [t.detach().requires_grad_() for t in self.tensors]
@@ -165,7 +165,7 @@ class Calls(torch.nn.Module):
 
     def __init__(self, layouts):
         super().__init__()
-        members = [member for member in MEMBERS if member.adds or [*member.options] != ["zero_centered_weight"]]
+        members = [member for member in MEMBERS if member.adds_residual or [*member.options] != ["zero_centered_weight"]]
         self.calls = [Call(member, layout, layout, (8,)) for layout in layouts for member in members]
         self.tensors = [t for call in self.calls for t in call.tensors]
 
