@@ -82,7 +82,7 @@ def test_errors_of_forward_are_those_of_torch(backend, context, arguments, expec
         backend.forward(*to_device(arguments, backend.device), 1e-5)
 
 
-# The operators. test_operator_calls.py finds that random wrong calls are refused with the name of an argument.
+# The operators. test_operator_calls.py tests random invalid calls, whose errors must name an argument.
 
 FORWARD = {"input": X, "normalized_shape": [3], "weight": None, "bias": None, "eps": 1e-5}
 BACKWARD = {"grad_output": X, "input": X, "normalized_shape": [3], "mean": STATISTICS, "rstd": STATISTICS}

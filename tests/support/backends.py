@@ -60,9 +60,9 @@ def emulated(name, mode="plain", **limits):
     return Backend(name, "cpu", library.ops, lambda *args, **kwargs: library.ops.forward(*args, **kwargs)[0], schedule)
 
 
-# Where a GPU keeps a row: in the registers of a block, in those of a cluster of blocks, or nowhere, so that two launches
-# read it. By these limits of the emulated GPU, short rows take each path: with path_limit=0, none fits into a block or
-# into shared memory, which images use, and compute capability 8.0 has no clusters.
+# A GPU keeps a row in the registers of a block or of a cluster of blocks, or nowhere, so that two launches read it. By
+# these limits of the emulated GPU, short rows take each path: with path_limit=0, no row fits into a block, nor an image
+# into shared memory, and compute capability 8.0 has no clusters.
 PATHS = {
     "registers": {},
     "clusters": {"path_limit": 0},
@@ -82,8 +82,8 @@ every_path = pytest.mark.every_path
 class Results(NamedTuple):
     """The results of forward and backward. Those that were not computed are None.
 
-    The norm's input is total = input + residual if there is a residual, or total = input_scale * scaled_input + residual
-    if the operators also get an input_scale. grad_input is then the gradient of total.
+    With a residual, the norm's input is total = input + residual or, if the operators also get an input_scale,
+    total = input_scale * scaled_input + residual. grad_input is then the gradient of total.
     """
 
     output: torch.Tensor
@@ -155,7 +155,7 @@ def run(
     input_scale=None,
     **options,
 ):
-    """Return the results of forward and backward for the upstream gradients `dy` of the output and `grad_sum` of the sum.
+    """Return the results of both operators for the upstream gradients of the output, `dy`, and of the sum, `grad_sum`.
 
     `mask` is the output_mask of backward, or its first three entries. `options` are passed to both operators.
     """
@@ -212,8 +212,7 @@ def check(
 ):
     """Check the results of `run` against float64. A sum without an input_scale is one addition: its bits are checked.
 
-    `context` is shown if a check fails, and `xhat_error` is explained at check_backward(). The other arguments are those
-    of `run`.
+    `context` is shown if a check fails, and check_backward() explains `xhat_error`. The others are arguments of `run`.
     """
     batch, dtype, scaled_input = x.shape[:-1], x.dtype, x
     if residual is not None and input_scale is None:

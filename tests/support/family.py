@@ -162,7 +162,7 @@ def module_and_inputs(cls, options, shapes):
 
 
 def with_gradients(function, tensors, grad_outputs=None, **options):
-    """Return the outputs of a function of tensors and their gradients; the default upstream gradients are sin(outputs)."""
+    """Return a function's outputs and the gradients of its tensors; the default upstream gradients are sin(outputs)."""
     outputs = function(*tensors)
     grad_outputs = [y.detach().sin() for y in outputs] if grad_outputs is None else grad_outputs[: len(outputs)]
     options = {"materialize_grads": True} | options

@@ -28,7 +28,7 @@ columns = pytest.mark.parametrize("columns", COLUMNS.values(), ids=COLUMNS)
 
 
 def rows_for(cols):
-    """Return numbers of rows that loops over two or four rows at a time divide with a remainder, fewer for long rows."""
+    """Return numbers of rows that leave a remainder in loops over two or four rows at a time."""
     return [1, 7, 9] if cols <= 131 else [1, 7] if cols <= 2048 else [3] if cols < 4095 else [1, 3]
 
 
@@ -42,7 +42,7 @@ dtypes_and_offsets = pytest.mark.parametrize(
 
 
 def randn(shape, dtype, device="cpu", offset=0):
-    """Return numbers of a normal distribution with the mean `offset`. A million is drawn, which takes long, and repeated."""
+    """Return normal numbers with the mean `offset`. Drawing takes long, so they repeat after a million."""
     shape = torch.Size((shape,) if isinstance(shape, int) else shape)
     size, period = shape.numel(), 1_000_003  # a prime number, so that rows differ
     values = torch.randn(min(size, period), dtype=F64) + offset
@@ -160,7 +160,7 @@ IMAGE_LAYOUTS = {
 }
 
 
-# Options of the operators, and batch dimensions of parameters. A sample is a group of rows that share a weight and a bias.
+# Options of the operators, and batch dimensions of parameters. A sample is the rows that share a weight and a bias.
 
 VARIANTS = {
     "layer": {"rms": False, "zero_centered_weight": False},

@@ -165,7 +165,7 @@ class Calls(torch.nn.Module):
 
     def __init__(self, layouts):
         super().__init__()
-        members = [member for member in MEMBERS if member.adds_residual or [*member.options] != ["zero_centered_weight"]]
+        members = [m for m in MEMBERS if m.adds_residual or [*m.options] != ["zero_centered_weight"]]
         self.calls = [Call(member, layout, layout, (8,)) for layout in layouts for member in members]
         self.tensors = [t for call in self.calls for t in call.tensors]
 
