@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from support.models import FAMILY, Model, ViewsResult, randomize
+from support.models import FAMILY, Model, ViewOfNorm, randomize
 from support.reference import BF16, DTYPES, F16, F32, F64, dtypes_id
 
 from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, RMSNorm2d, convert, trace_as
@@ -103,7 +103,7 @@ def test_images_take_two_transpositions(dynamo):
 
 @exporters
 def test_views_of_the_norm_of_a_transposed_tensor(dynamo):
-    assert_exports(ViewsResult(), torch.randn(2, 8, 5), dynamo, 1e-5)  # with some roundings of 6e-8 in the convolution
+    assert_exports(ViewOfNorm(), torch.randn(2, 8, 5), dynamo, 1e-5)  # with some roundings of 6e-8 in the convolution
 
 
 @exporters

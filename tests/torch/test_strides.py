@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 from support.family import EPS, MEMBERS, family
-from support.models import ViewsResult
+from support.models import ViewOfNorm
 from torch.autograd import forward_ad
 from torch.func import jvp, vjp, vmap
 
@@ -216,7 +216,7 @@ def test_jit_traces(operators):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_tracers_view_the_norm_of_a_transposed_tensor():
-    model, x = ViewsResult(), torch.randn(2, 8, 5)
+    model, x = ViewOfNorm(), torch.randn(2, 8, 5)
     for program in (torch.export.export(model, (x,)).module(), torch.jit.trace(model, x)):
         torch.testing.assert_close(program(x), model(x))
 
