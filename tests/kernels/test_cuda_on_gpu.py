@@ -31,13 +31,13 @@ def run_kernels(x, dy, w, b):
 
 @all_dtypes
 def test_every_path(dtypes):
-    """compute-sanitizer runs this.
+    """`make gpu-sanitize` runs this test in compute-sanitizer.
 
     Rows are the longest of each kernel, or have one more element, which makes them unaligned. Images have fewer pixels
     than a warp has lanes, or more, and are staged in shared memory or not.
     """
-    vector = 16 // dtypes[0].itemsize
-    limits = (1, 8, 16, 32, 64, 128, 256, 1024, 2048, 2560, 20 * 1024)
+    vector = 16 // dtypes[0].itemsize  # elements
+    limits = (1, 8, 16, 32, 64, 128, 256, 1024, 2048, 2560, 20 * 1024)  # in vectors
     rows = [(5, limit * vector + more) for limit in limits for more in (0, 1)]
     for shape in [*rows, (3, 7, 5), (2, 64, 33), (1, 700, 40), (1, 1700, 40)]:
         x, dy, w, b = random_args(CUDA, dtypes, *shape)
