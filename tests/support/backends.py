@@ -241,7 +241,8 @@ def check_images(results, x, dy, *args, **kwargs):
 
 def bits(tensor):
     """Return the tensor's elements as bytes, of which -0 and 0 have different ones, and equal NaNs the same."""
-    return tensor.resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    values = tensor.detach().resolve_conj().resolve_neg()
+    return values.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def assert_same_bits(results, expected, *context):
