@@ -35,7 +35,10 @@ LAYOUTS = {
 
 
 class Call:
-    """A call of a function of the family: its tensors, and the strides of its results and gradients."""
+    """A call of a function of the family: its tensors, and the strides that its results and gradients must have.
+
+    `layout` is that of the input, and `others_layout` that of residual or gate: keys of LAYOUTS.
+    """
 
     def __init__(self, member, layout, others_layout, parameter_shape):
         self.member = member
@@ -44,6 +47,7 @@ class Call:
         x, r = LAYOUTS[layout](torch.randn(shape)), LAYOUTS[others_layout](torch.randn(shape))
         parameters = [torch.randn(parameter_shape) for _ in range(2)]
         self.tensors = [x, r, *parameters]
+        # Tensors with the strides that output, sum and gradients must have.
         output = contiguous = torch.empty(shape)
         if member.takes_images:
             output = torch.empty_like(x)
@@ -53,7 +57,9 @@ class Call:
         gradients = [output if member.takes_images else contiguous] * 2 + parameters
         takes = [True, member.takes_r, True, member.takes_b]
         self.strides = [y.stride() for y in results]
-        self.strides_of_gradients = [t.stride() if taken else None for t, taken in zip(gradients, takes, strict=True)]
+        self.strides_of_gradients = [
+            t.stride() if is_taken else None for t, is_taken in zip(gradients, takes, strict=True)
+        ]
 
     def __call__(self, x, r, w, b):
         arguments, options = self.member.arguments(x, r, w, b)
@@ -73,16 +79,16 @@ class Call:
 
 
 def calls(member):
-    """Return calls whose tensors have the same layout or different ones, with parameters of several shapes."""
-    full, per_sample = ((2, 8), (2, 8)) if member.takes_images else ((2, 4, 6, 8), (2, 1, 1, 8))
+    """Yield calls whose tensors have the same layout or different ones, with parameters of several shapes."""
+    per_row, per_sample = ((2, 8), (2, 8)) if member.takes_images else ((2, 4, 6, 8), (2, 1, 1, 8))
     for layout in LAYOUTS:
         yield Call(member, layout, layout, (8,))
         yield Call(member, layout, "contiguous", per_sample)
-        yield Call(member, "contiguous", layout, full)
+        yield Call(member, "contiguous", layout, per_row)
 
 
-def upstream(results):
-    """Return upstream gradients of other layouts: expanded, as those of a sum over the rows, and transposed."""
+def upstream_gradients(results):
+    """Yield upstream gradients of other layouts: expanded, as those of a sum over the rows, and transposed."""
     yield [torch.randn(len(y), 1, 1, 1, device=y.device).expand_as(y) for y in results]
     yield [torch.randn(y.shape[::-1], device=y.device).permute(3, 2, 1, 0) for y in results]
 
@@ -93,7 +99,7 @@ def test_eager_calls(member):
     for call in calls(member):
         tensors = call.leaves()
         results = call(*tensors)
-        for grads in upstream(results):
+        for grads in upstream_gradients(results):
             options = {"retain_graph": True, "allow_unused": True}
             call.check(results, torch.autograd.grad(results, tensors, grads, **options))
             first = torch.autograd.grad(results, tensors, grads, create_graph=True, **options)
@@ -108,7 +114,7 @@ def test_meta_tensors(member):
     for call in calls(member):
         tensors = [torch.empty_strided(t.shape, t.stride(), device="meta", requires_grad=True) for t in call.tensors]
         results = call(*tensors)
-        for grads in upstream(results):
+        for grads in upstream_gradients(results):
             options = {"retain_graph": True, "allow_unused": True}
             call.check(results, torch.autograd.grad(results, tensors, grads, **options))
 
@@ -117,7 +123,7 @@ def test_meta_tensors(member):
 def test_function_transforms(member):
     for call in calls(member):
         results, pull = vjp(call, *call.tensors)
-        for grads in upstream(results):
+        for grads in upstream_gradients(results):
             call.check(results, pull(tuple(grads)))
         if any(0 in t.stride() for t in call.tensors):  # torch makes no dual tensors of expanded ones
             continue
@@ -130,8 +136,8 @@ def test_function_transforms(member):
             call.check([forward_ad.unpack_dual(y).tangent for y in results])
 
 
-def batch(t):
-    """Return three tensors with the strides of t as one."""
+def stack_of_three(t):
+    """Return a tensor of three random ones, each with the shape and strides of t."""
     size = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) + 1
     return torch.randn(3 * size).as_strided((3, *t.shape), (size, *t.stride()))
 
@@ -142,7 +148,7 @@ def test_vmap(member, batched, dim):
     if "inplace" in member.options and (batched == (2, 3) or dim == 1):  # the residual must have the batch
         return
     for call in calls(member):
-        tensors = [batch(t).movedim(0, dim) if i in batched else t for i, t in enumerate(call.tensors)]
+        tensors = [stack_of_three(t).movedim(0, dim) if i in batched else t for i, t in enumerate(call.tensors)]
         in_dims = tuple(dim if i in batched else None for i in range(4))
 
         def gradients(*tensors, call=call):
@@ -156,12 +162,12 @@ def test_vmap(member, batched, dim):
 
 # Tracers
 
-# Graphs take 0.1 s for a call. test_functions.py compiles calls of contiguous tensors.
+# Layouts to trace: a graph takes 0.1 s for a call. test_functions.py compiles calls of contiguous tensors.
 SOME = ["transposed batch", "channels_last", "expanded rows"]
 
 
 class Calls(torch.nn.Module):
-    """Calls all functions, also with their options, of which a zero-centered weight alone changes no shape."""
+    """Calls all functions, with all options but zero_centered_weight, which concerns no layout."""
 
     def __init__(self, layouts):
         super().__init__()
@@ -183,14 +189,14 @@ def test_compiled_calls(fuses):
     tensors = [t.detach().requires_grad_() for t in module.tensors]
     results = torch.compile(module, fullgraph=True, backend=backend)(*tensors)
     outputs = [y for each in results for y in each]
-    grads = [next(upstream([y]))[0] for y in outputs]
+    grads = [next(upstream_gradients([y]))[0] for y in outputs]
     gradients = torch.autograd.grad(outputs, tensors, grads, allow_unused=True)
     for i, (call, each) in enumerate(zip(module.calls, results, strict=True)):
         call.check(each, gradients[4 * i : 4 * i + 4])
 
 
 def test_calls_compiled_as_aten_for_inference():
-    """The gradients of aten's operators have torch's strides. test_compiled_calls has the kernels."""
+    """Not for training: torch chooses the strides of the gradients of aten's operators."""
     module = Calls(SOME)
     with trace_as("aten"), torch.no_grad():
         module.check(torch.compile(module, fullgraph=True, backend="aot_eager")(*module.tensors))
@@ -224,7 +230,7 @@ def test_tracers_view_the_norm_of_a_transposed_tensor():
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("cls", [LayerNorm2d, RMSNorm2d])
 def test_modules_of_images_in_torchscript(cls):
-    """Scripted modules return the strides of eager calls. Traces of a layer warn of nothing."""
+    """Scripted modules return the strides of eager calls. Tracing a layer gives no TracerWarning."""
     norm = cls(8)
     scripted = torch.jit.script(norm)
     for name, layout in LAYOUTS.items():

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 
 def relevant_strides(x):
-    """Return the strides of dimensions with more than one element; the others address nothing."""
+    """Return the strides of dimensions with more than one element; those of others have no effect."""
     return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1 and x.numel()]
 
 
@@ -50,6 +50,7 @@ def test_rms_norm_returns_the_strides_of_torch(image, dims, is_compiled):
 
 # Types of eps
 
+# Those that torch refuses, and those that it takes.
 EPS = [np.array([1e-5]), np.array(1e-5), np.array([1e-5, 1e-5]), torch.tensor([1e-5]), "1e-5", 1e-5j, [1e-5]]
 EPS += [np.float64(1e-5), np.float32(1e-5), np.int64(1), torch.tensor(1e-5), torch.tensor(1), 1, True, 1e-5]
 EPS += [torch.tensor(1e-5, requires_grad=True), 10**400]
@@ -90,7 +91,7 @@ def test_fx_quantization_keeps_our_layers_in_float(monkeypatch, norm):
     torch.testing.assert_close(quantized(x), model(x), rtol=0, atol=0.3)
 
 
-# TorchScript: the layers that replace torch's compile to torch's functions; the others raise torch's errors
+# TorchScript: layers that convert() puts in the place of torch's become torch's functions; others raise torch's errors
 
 ZERO_CENTERED, NO_PARAMETERS = {"zero_centered_weight": True}, {"elementwise_affine": False}
 # Torch and the kernels round some ten operations in float32 by 6e-8.
@@ -117,7 +118,7 @@ def test_scripted_layers_match_eager_calls(cls, options):
     ],
     ids=["function", "AddLayerNorm", "AdaRMSNorm", "GatedRMSNorm"],
 )
-def test_others_raise_an_error_of_torch(function):
+def test_scripting_other_layers_and_functions_raises_an_error(function):
     with pytest.raises((RuntimeError, torch.jit.frontend.NotSupportedError)):
         torch.jit.script(function)
 
