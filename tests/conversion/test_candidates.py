@@ -53,7 +53,7 @@ class Images(torch.nn.LayerNorm):
 
 
 class Wide(torch.nn.RMSNorm):
-    """Returns float32 for float64 input. The argument and an attribute have names that mean something elsewhere."""
+    """Returns float32 for float64 input. Names of its argument and attribute have other meanings in this package."""
 
     num_groups = 2
 
@@ -197,7 +197,7 @@ class AnyWidthInFloat32(AnyWidth):
         return F.rms_norm(x.float(), x.shape[-1:], None, self.eps).to(x.dtype)
 
 
-# Layers that take some pairs of dtypes
+# Layers that refuse some pairs of dtypes
 
 
 class CastsTheInput(torch.nn.LayerNorm):
@@ -396,7 +396,7 @@ def test_layers_are_replaced_and_restored(cls):
 
 @layers
 def test_output_dtypes_are_kept(cls):
-    """For every combination of dtypes that the layer takes. The output is rounded once."""
+    """For every combination of dtypes of parameters and inputs that the layer takes. The output is rounded once."""
     original, ours, inputs = converted_layer(cls)
     compared = 0
     for dtype, *dtypes in itertools.product((F64, F32, F16, BF16), repeat=1 + len(inputs)):
@@ -413,7 +413,7 @@ def test_output_dtypes_are_kept(cls):
         # An activation behind the norm rounds again. Arithmetic in float32 loses less than 1e-6.
         rtol = torch.finfo(actual.dtype).eps + 1e-6
         torch.testing.assert_close(actual.double(), exact.double(), rtol=rtol, atol=2e-6)
-    assert compared >= 4 or cls is CastsTheParameters
+    assert compared >= 4 or cls is CastsTheParameters  # which takes fewer
 
 
 def converted_layer_of_narrow_inputs(cls):
@@ -478,11 +478,11 @@ def test_layers_of_torch_are_scripted(cls):
 
 @pytest.mark.parametrize("cls", [Scale, GB, Gamma, TorchsEps])
 def test_parameters_of_other_names_are_loaded(cls):
-    _, layer, (x, *_) = (*converted_layer(cls)[:2], [*layer_and_inputs(cls)[1].values()])
+    _, layer, inputs = converted_layer(cls)
     loaded = cls(8)
     convert(loaded)
     loaded.load_state_dict(layer.state_dict())
-    torch.testing.assert_close(loaded(x.float()), layer(x.float()), **SAME_BITS)
+    torch.testing.assert_close(loaded(**inputs), layer(**inputs), **SAME_BITS)
 
 
 @pytest.mark.parametrize("cls", [AnyWidth, AnyWidthOfImages])
@@ -507,7 +507,7 @@ def test_random_drops_stay_between_norm_and_activation():
 
 
 def test_equal_layers_share_a_class():
-    """Also if activations differ. Otherwise torch.compile would compile a graph for each layer."""
+    """Also if activations differ. torch.compile would compile a graph for each class."""
     register_conversion(Activated)
     model = torch.nn.Sequential(Activated(8, torch.nn.ReLU()), Activated(8, torch.nn.SiLU()))
     assert len(convert(model).replaced) == 2 and type(model[0]) is type(model[1])
@@ -556,7 +556,7 @@ def test_overridden_methods_stay():
 # Changes after the conversion
 
 
-def change(layer):
+def change_eps_and_width(layer):
     """Set eps, and keep half of the channels, as users and tools for pruning do."""
     for name in ("eps", "variance_epsilon"):
         if hasattr(layer, name):
@@ -570,15 +570,15 @@ def change(layer):
 
 @layers
 @pytest.mark.parametrize("is_temporary", [False, True], ids=["convert", "converted"])
-def test_changes_of_a_converted_layer_count_and_stay(cls, is_temporary):
+def test_changes_of_a_converted_layer_take_effect_and_stay(cls, is_temporary):
     """A converted layer computes with its present attributes, as the original does, and revert() keeps them."""
     layer, inputs = layer_and_inputs(cls)
     original = copy.deepcopy(layer)
     inputs = [x.narrow(x.shape.index(8), 0, 4) for x in inputs.values()]
     with converted(layer) if is_temporary else contextlib.nullcontext(convert(layer)) as report:
         assert report.replaced
-        change(original)
-        change(layer)
+        change_eps_and_width(original)
+        change_eps_and_width(layer)
         changed = {name: copy.copy(value) for name, value in vars(layer).items() if name != "_converted_from"}
         actual = output_and_gradients(layer, inputs)
     if not is_temporary:

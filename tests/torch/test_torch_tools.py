@@ -50,7 +50,7 @@ def test_rms_norm_returns_the_strides_of_torch(image, dims, is_compiled):
 
 # Types of eps
 
-# Those that torch refuses, and those that it takes.
+# Values of every type that torch takes, and of some that it refuses.
 EPS = [np.array([1e-5]), np.array(1e-5), np.array([1e-5, 1e-5]), torch.tensor([1e-5]), "1e-5", 1e-5j, [1e-5]]
 EPS += [np.float64(1e-5), np.float32(1e-5), np.int64(1), torch.tensor(1e-5), torch.tensor(1), 1, True, 1e-5]
 EPS += [torch.tensor(1e-5, requires_grad=True), 10**400]
