@@ -146,20 +146,6 @@ def negative(t):
 
 LAYOUTS = [transposed, every_second_column, with_gaps, misaligned, negative]
 
-# Tensors of different layouts, which are normalized as images, or as rows over the last dimensions.
-IMAGE_LAYOUTS = {
-    "contiguous": lambda: torch.randn(2, 3, 4, 5),
-    "channels_last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    "channels_last_3d": lambda: torch.randn(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d),
-    "sliced channels_last": lambda: torch.randn(2, 8, 4, 5).to(memory_format=torch.channels_last)[:, 2:5],
-    "one channel": lambda: torch.randn(2, 1, 4, 5).to(memory_format=torch.channels_last),
-    "one pixel": lambda: torch.randn(2, 3, 1, 1).to(memory_format=torch.channels_last),
-    "transposed batch": lambda: torch.randn(3, 2, 4, 5).transpose(0, 1),
-    "transposed rows": lambda: torch.randn(2, 3, 5, 4).transpose(2, 3),
-    "empty": lambda: torch.randn(0, 3, 4, 5).to(memory_format=torch.channels_last),
-}
-
-
 # Options of the operators, and batch dimensions of parameters. A sample is the rows that share a weight and a bias.
 
 VARIANTS = {

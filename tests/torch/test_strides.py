@@ -5,6 +5,7 @@ those of RMSNorm without a residual have torch's. Gradients of images are laid o
 are contiguous.
 """
 
+import itertools
 import math
 import warnings
 
@@ -12,10 +13,11 @@ import pytest
 import torch
 from support.family import EPS, MEMBERS, family
 from support.models import ViewOfNorm
+from support.reference import F64
 from torch.autograd import forward_ad
 from torch.func import jvp, vjp, vmap
 
-from layernorm_ext import LayerNorm2d, RMSNorm2d, add_rms_norm, fusion, layer_norm, trace_as
+from layernorm_ext import LayerNorm2d, RMSNorm2d, add_rms_norm, fusion, layer_norm, rms_norm, trace_as
 
 # Each of these functions returns a tensor of four dimensions in another layout.
 LAYOUTS = {
@@ -107,6 +109,25 @@ def test_eager_calls(member):
             if "memory_efficient" not in member.options:  # it has no second derivative
                 loss = sum(g.square().sum() for g in first if g is not None)
                 call.check(results, torch.autograd.grad(loss, tensors, **options))
+
+
+def relevant_strides(t):
+    """Return the strides of dimensions with more than one element; those of others have no effect."""
+    return [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1 and t.numel()]
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 6, 8), (2, 1, 6, 8), (2, 4, 1, 1), (0, 4, 6, 8)], ids=str)
+def test_rms_norm_over_any_dimensions_has_the_strides_and_numbers_of_torch(shape):
+    for layout, dims in itertools.product(LAYOUTS.values(), (1, 2, 3)):
+        x, weight = layout(torch.randn(shape, dtype=F64)).requires_grad_(), torch.randn(shape[-dims:], dtype=F64)
+        functions = rms_norm, torch.nn.functional.rms_norm
+        actual, expected = (function(x, shape[-dims:], weight, 1e-5) for function in functions)
+        assert relevant_strides(actual) == relevant_strides(expected)
+        assert rms_norm(x.detach().to("meta"), shape[-dims:]).stride() == actual.stride()
+        torch.testing.assert_close(actual, expected, rtol=1e-14, atol=1e-14)  # a few roundings of float64
+        dy = torch.randn(shape, dtype=F64)
+        gradients = [torch.autograd.grad(y, x, dy)[0] for y in (actual, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-13, atol=1e-13)  # sums of up to 192 products
 
 
 @family
