@@ -719,13 +719,11 @@ def test_unflatten_where_a_call_would_split_a_module():
             ADD,
         ),
         ("norm(x, weight=w, bias=b) * s + h", MODULATE),
-        ("y = norm(x); n = y.shape[1]; return y * (1 + x.detach())[:, :n]", None),
+        ("y = norm(x); n = y.shape[1]; return y * (1 + x.detach())[:, :n]", {}),
     ],
 )
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_sizes_and_keywords_of_views(text, fused, dynamic):
-    counts = compare(function_of(text), dynamic=dynamic)
-    assert fused is None or counts == fused
+def test_symbolic_sizes_and_keywords_of_views(text, fused):
+    assert compare(function_of(text), dynamic=True) == fused
 
 
 def test_a_number_is_read_after_the_write_to_its_tensor():
