@@ -159,7 +159,8 @@ class ZeroCenteredImages(WithParameters):
 
 
 class EpsIsAProperty(torch.nn.LayerNorm):
-    eps, extra_repr = property(lambda self: 1e-3, lambda self, value: None), torch.nn.Module.extra_repr
+    eps = property(lambda self: 1e-3, lambda self, value: None)  # torch's constructor sets it
+    extra_repr = torch.nn.Module.extra_repr
 
 
 # Layers of any width

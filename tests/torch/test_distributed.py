@@ -441,7 +441,7 @@ def layers_are_replaced_after_fsdp2_has_sharded_them(mesh):
 def test_later_import_of_dtensor_registers_the_sharding_rules():
     """This package does not import DTensor, which takes half as long as torch and which some builds of torch lack.
 
-    DTensor's loader pickles before the import, and after it, when it is as it would be without this package.
+    An import hook adds a method to DTensor's loader until the import has run. The loader can be pickled all the time.
     """
     code = f"""
 import importlib.util, pickle, sys

@@ -274,7 +274,7 @@ def test_what_cannot_be_fused_stays_as_it_is(text):
     assert compare(function_of(text), fullgraph="retain_grad" not in text) == LEFT[text]
 
 
-def test_sums_that_stay_in_place_are_named(caplog):
+def test_the_log_names_sums_that_stay_in_place(caplog):
     with caplog.at_level(logging.DEBUG, "layernorm_ext.fusion"):
         compare(function_of("t = x.sin(); v = t[0]; t.add_(r); return norm(t), v"))
     assert "add_ stays in place" in caplog.text
