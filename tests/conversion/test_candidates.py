@@ -389,8 +389,8 @@ def test_layers_are_replaced_and_restored(cls):
         actual = output_and_gradients(layer, inputs)
         # Sums of 60 terms rounded by 1e-16 or 6e-8; an eps of 2e-16 or 1e-7.
         tolerance = 1e-13 if actual[0].dtype == F64 and str(EPS_OF_FLOAT32) not in text else 1e-5
-        for value, right in zip(actual, results, strict=True):
-            torch.testing.assert_close(value.double(), right.double(), rtol=tolerance, atol=tolerance)
+        for value, exact in zip(actual, results, strict=True):
+            torch.testing.assert_close(value.double(), exact.double(), rtol=tolerance, atol=tolerance)
     revert(layer)
     assert snapshot(layer) == before and list(vars(layer)) == list(before[1])
 
@@ -588,8 +588,8 @@ def test_changes_of_a_converted_layer_take_effect_and_stay(cls, is_temporary):
     with Float64Throughout():
         expected = output_and_gradients(original, inputs)
     tolerance = 1e-13 if actual[0].dtype == F64 else 1e-5  # sums of 60 terms rounded by 1e-16 or 6e-8
-    for value, right in zip(actual, expected, strict=True):
-        torch.testing.assert_close(value.double(), right.double(), rtol=tolerance, atol=tolerance)
+    for value, exact in zip(actual, expected, strict=True):
+        torch.testing.assert_close(value.double(), exact.double(), rtol=tolerance, atol=tolerance)
 
 
 @layers

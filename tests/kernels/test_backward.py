@@ -98,8 +98,8 @@ def test_error_at_a_mean_of_10_000(backend, cols):
     results = run(backend, x, dy, w, b)
     expected = Backward(exact(dy), Forward(exact(x)), exact(w))
     for name in ("grad_input", "grad_weight", "grad_bias"):
-        right = getattr(expected, name)
-        assert abs(exact(getattr(results, name)) - right).max() <= 5e-7 * abs(right).max(), name
+        gradient = getattr(expected, name)
+        assert abs(exact(getattr(results, name)) - gradient).max() <= 5e-7 * abs(gradient).max(), name
 
 
 @rows_and_images
@@ -126,8 +126,8 @@ def test_parameter_gradients_of_many_rows(backend, dtypes):
     results = run(backend, x, dy, w, w, mask=[False, True, True])
     expected = check_backward(results.gradients, dy, x, w)
     for name in ("grad_weight", "grad_bias"):
-        right = getattr(expected, name)
-        assert abs(exact(getattr(results, name)) - right).max() <= 3e-3 * abs(right).max(), name
+        gradient = getattr(expected, name)
+        assert abs(exact(getattr(results, name)) - gradient).max() <= 3e-3 * abs(gradient).max(), name
 
 
 # Extreme values

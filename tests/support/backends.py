@@ -177,10 +177,10 @@ def run_images(backend, x, dy, *args, **options):
 def run_pixels(backend, x, dy, weight=None, bias=None, *args, **options):
     """Return the results of `run`, computed by the kernels for images: rows become pixels, and columns channels.
 
-    Rows [samples, rows, cols] are images [samples, cols, rows] in memory. A matrix is one image.
+    Rows [samples, rows, cols] are images [samples, cols, rows] in memory. A matrix is one image or, if its parameters
+    are matrices too, an image of one pixel for each row.
     """
-    has_own_parameters = any(t is not None and t.dim() == x.dim() for t in (weight, bias))
-    is_one_image = x.dim() == 2 and not has_own_parameters
+    is_one_image = x.dim() == 2 and all(t is None or t.dim() == 1 for t in (weight, bias))
     images = [t[None] if is_one_image else t for t in (x, dy)]
     images = [t.movedim(-1, 1).contiguous() for t in images]
     weight, bias = (t if t is None or t.dim() == 1 else t.movedim(-1, 1) for t in (weight, bias))

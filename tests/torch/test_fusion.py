@@ -605,6 +605,8 @@ def test_a_hook_on_a_sum_that_leaves_a_checkpoint(compiler):
 
 
 def test_a_gradient_with_respect_to_a_sum_inside_the_graph():
+    """A fused call would not read the sum t, by which torch.autograd.grad() in the graph differentiates its output."""
+
     def function(x, r, *_):
         t = x + r
         y = norm(t).sin()
