@@ -637,7 +637,7 @@ def test_images_of_any_number_of_channels(cls, channels):
     ],
 )
 def test_classes_of_known_packages_are_candidates_by_their_names(name, is_candidate):
-    """Their modules need not be imported."""
+    """The packages need not be imported."""
     module, _, cls = name.rpartition(".")
     layer = type(cls, (Scale,), {"__module__": module})(8)
     assert list(convert(torch.nn.Sequential(layer)).replaced) == ["0"] * is_candidate

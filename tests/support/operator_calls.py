@@ -134,7 +134,7 @@ def overlapping(t, rng):
 
 
 def frames(t, rng):
-    """Return a view like that of a signal's overlapping frames: strides are smaller than those of separate rows."""
+    """Return a view whose rows overlap, like the frames of a signal."""
     if not t.numel() or not t.dim():
         return t
     strides = [rng.randint(1, 2) for _ in t.shape]

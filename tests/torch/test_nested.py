@@ -129,7 +129,9 @@ def test_ragged_dimension_is_normalized_in_each_component(function, over_ragged,
     tolerance = ANOTHER_FORMULA if compiled else {"rtol": 0, "atol": 0}
 
     def call(x):
-        return function(x, x.shape[1:] if x.is_nested and over_ragged else x.shape if over_ragged else (8,))
+        if not over_ragged:
+            return function(x, (8,))
+        return function(x, x.shape[1:] if x.is_nested else x.shape)
 
     y = (torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call)(x)
     torch.testing.assert_close(y.values(), torch.cat([call(c) for c in x.unbind()]), **tolerance)
