@@ -162,10 +162,7 @@ TIMES = [("ours", 2.0, 1e-7), ("torch", 3.0, 2e-7), ("copy", 1.0, None), ("apex"
             "kernels",
             [{"rows": rows, "dtypes": "fp32", "pass": "forward", "mode": "eager"} for rows in (4, 8)],
             TIMES,
-            [
-                ["pass", "fp32 torch", "fp32 copy"],
-                ["forward", "1.50 (1.50 to 1.50)", "0.50 (0.50 to 0.50)"],
-            ],
+            [["pass", "fp32 torch", "fp32 copy"], ["forward", "1.50 (1.50 to 1.50)", "0.50 (0.50 to 0.50)"]],
         ),
         (
             "compile",

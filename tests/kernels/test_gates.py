@@ -29,14 +29,7 @@ from support.reference import (
 from torch.nn import functional as F
 
 import layernorm_ext
-from layernorm_ext import (
-    add_layer_norm,
-    gated_layer_norm,
-    gated_rms_norm,
-    layer_norm,
-    rms_norm,
-    trace_as,
-)
+from layernorm_ext import add_layer_norm, gated_layer_norm, gated_rms_norm, layer_norm, rms_norm, trace_as
 
 ALL = [True] * 6  # output_mask of backward, with the gradients of gates
 

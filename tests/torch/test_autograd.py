@@ -7,17 +7,7 @@ import torch
 from support.backends import Results, forward, run
 from support.family import EPS
 from support.inputs import BATCH_SIZES, arguments, data_dtypes, hard_rows, randn, rms_or_not, tiny_rows
-from support.reference import (
-    F32,
-    F64,
-    Backward,
-    Forward,
-    assert_within,
-    check_backward,
-    check_forward,
-    exact,
-    norm,
-)
+from support.reference import F32, F64, Backward, Forward, assert_within, check_backward, check_forward, exact, norm
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint

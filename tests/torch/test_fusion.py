@@ -384,20 +384,21 @@ def test_random_programs(first):
 
 
 class Child(torch.nn.Module):
-    """Makes a module of the function that it gets, so that unflatten() exports its nodes as a submodule."""
+    """Calls a function, whose operations become those of a submodule in an exported program."""
 
     def forward(self, function):
         return function()
 
 
-class ProgramWithChild(torch.nn.Module):
-    def __init__(self, text):
-        super().__init__()
-        self.child = Child()
-        self.program = programs.build(text, programs.NAMES | {"run": self.child, "hook": lambda t: None})
+class Parent(torch.nn.Module):
+    """Calls a function with a child, by which it may call other functions, and the inputs."""
 
-    def forward(self, *arguments):
-        return self.program(*arguments)
+    def __init__(self, function):
+        super().__init__()
+        self.child, self.function = Child(), function
+
+    def forward(self, *inputs):
+        return self.function(self.child, *inputs)
 
 
 def checkpointed(seed):
@@ -419,7 +420,11 @@ def exported_twice(seed):
     The second exported module is unflattened: it has the submodule.
     """
     text = programs.source_with_child(seed, programs.REPEATABLE | programs.STATISTICS)
-    module = ProgramWithChild(text)
+
+    def program_with(run, *inputs):
+        return programs.build(text, programs.NAMES | {"run": run, "hook": lambda t: None})(*inputs)
+
+    module = Parent(program_with)
 
     def modules(backend):
         with trace_as("kernel"):
@@ -630,40 +635,20 @@ class Statistics(torch.nn.Module):
         return y * scale + shift
 
 
-class NormingChild(torch.nn.Module):
-    def forward(self, t):
-        return norm(t) * 2
+def norm_in_child(run, x, r):
+    t = x + r
+    return run(lambda: norm(t) * 2), t
 
 
-class Parent(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.child = NormingChild()
-
-    def forward(self, x, r):
-        t = x + r
-        return self.child(t), t
+def sum_and_norm_in_child(run, x, r):
+    t = x + r
+    return run(lambda: norm(t.sin() * 0 + t) * 2 + t.cos()), t
 
 
-class ChildThatAdds(torch.nn.Module):
-    def forward(self, t):
-        return norm(t.sin() * 0 + t) * 2 + t.cos()
-
-
-class ModulatingChild(torch.nn.Module):
-    def forward(self, y, r):
-        return (y * (1 + r[:, :1])).sin()
-
-
-class NormOutside(torch.nn.Module):
+def factor_in_child(run, x, r):
     """The fused call reads the factor 1 + r, so it would be inserted after it, in the middle of the child."""
-
-    def __init__(self):
-        super().__init__()
-        self.child = ModulatingChild()
-
-    def forward(self, x, r):
-        return self.child(norm(x), r)
+    y = norm(x)
+    return run(lambda: (y * (1 + r[:, :1])).sin())
 
 
 def exported(module, *arguments):
@@ -683,21 +668,14 @@ def test_statistics_are_written_before_they_are_read(function):
     assert_same(program.module()(*copies[0]), Statistics(function)(*copies[1]))
 
 
-@pytest.mark.parametrize("child", [NormingChild, ChildThatAdds])
-def test_unflatten_after_the_pass(child):
-    module = Parent()
-    module.child = child()
-    arguments = randn((2, 3, 8), F64), randn((2, 3, 8), F64)
+@pytest.mark.parametrize(
+    ("function", "fused"), [(norm_in_child, ADD), (sum_and_norm_in_child, ADD), (factor_in_child, {})]
+)
+def test_unflatten_after_the_pass(function, fused):
+    module, arguments = Parent(function), (randn((2, 3, 8), F64), randn((2, 3, 8), F64))
     program = exported(module, *arguments)
-    assert child is ChildThatAdds or dict(fuse_neighbors.counts) == ADD
+    assert fuse_neighbors.counts == fused
     assert_same(torch.export.unflatten(program)(*arguments), module(*arguments))
-
-
-def test_unflatten_where_a_call_would_split_a_module():
-    arguments = randn((2, 3, 8), F64), randn((2, 3, 8), F64)
-    program = exported(NormOutside(), *arguments)
-    assert not fuse_neighbors.counts
-    assert_same(torch.export.unflatten(program)(*arguments), NormOutside()(*arguments))
 
 
 @pytest.mark.parametrize(
@@ -747,7 +725,7 @@ def test_a_number_is_read_after_the_write_to_its_tensor():
 def test_an_unsorted_graph():
     """Inductor sorts the nodes after custom passes, so another pass may leave a node before one that it reads."""
     with trace_as("kernel"):
-        program = torch.export.export(Parent(), (randn((2, 3, 8), F64), randn((2, 3, 8), F64)))
+        program = torch.export.export(Parent(norm_in_child), (randn((2, 3, 8), F64), randn((2, 3, 8), F64)))
     total = next(node for node in program.graph.nodes if node.target is torch.ops.aten.add.Tensor)
     program.graph.output_node().prepend(total)
     fuse_neighbors(program.graph)

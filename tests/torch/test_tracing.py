@@ -164,9 +164,7 @@ def parameter_gradients(model, function):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"mode": "reduce-overhead"}, {"mode": "max-autotune-no-cudagraphs", "dynamic": True}],
-    ids=str,
+    "options", [{"mode": "reduce-overhead"}, {"mode": "max-autotune-no-cudagraphs", "dynamic": True}], ids=str
 )
 @pytest.mark.inductor
 def test_compiled_training_matches_eager(options):
