@@ -268,27 +268,21 @@ def test_eps_with_a_default_must_be_a_number(norm):
     assert_refused_in_every_mode(call, rf"{name}\(\): argument 'eps'.* must be float, not NoneType$")
 
 
-@pytest.mark.parametrize("name", [name for name in layernorm_ext.__all__ if name.startswith("add_")])
-def test_a_residual_must_be_a_tensor(name):
+@pytest.mark.parametrize("name", [name for name in layernorm_ext.__all__ if name.startswith(("add_", "gated_"))])
+@pytest.mark.parametrize(
+    ("argument", "type_name", "values"),
+    [("residual", "Tensor", [None]), ("inplace", "bool", [1, None]), ("num_groups", "int", [2.0, True, "2", None])],
+)
+def test_arguments_of_wrong_types_are_refused_by_name(name, argument, type_name, values):
     function = getattr(layernorm_ext, name)
-    message = "argument 'residual'.* must be Tensor, not NoneType"
-    assert_refused_in_every_mode(lambda x: function(x, None, (4,)), message)
+    second, *others = list(inspect.signature(function).parameters)[1:]  # residual or gate
+    for value in values if argument in (second, *others) else []:
+        message = rf"{name}\(\): argument '{argument}'.* must be {type_name}, not {type(value).__name__}"
 
+        def call(x, value=value):
+            return function(**{"input": x, second: x.clone(), "normalized_shape": (4,)} | {argument: value})
 
-@pytest.mark.parametrize("inplace", [1, None], ids=repr)
-@pytest.mark.parametrize("name", [name for name in layernorm_ext.__all__ if name.startswith("add_")])
-def test_inplace_must_be_a_bool(name, inplace):
-    function = getattr(layernorm_ext, name)
-    message = rf"{name}\(\): argument 'inplace' must be bool, not {type(inplace).__name__}"
-    assert_refused_in_every_mode(lambda x: function(x, x.clone(), (4,), inplace=inplace), message)
-
-
-@pytest.mark.parametrize("num_groups", [2.0, True, "2", None], ids=repr)
-@pytest.mark.parametrize("name", ["gated_layer_norm", "gated_rms_norm"])
-def test_num_groups_must_be_an_integer(name, num_groups):
-    function = getattr(layernorm_ext, name)
-    message = rf"{name}\(\): argument 'num_groups' must be int, not {type(num_groups).__name__}"
-    assert_refused_in_every_mode(lambda x: function(x, x, (4,), num_groups=num_groups), message)
+        assert_refused_in_every_mode(call, message)
 
 
 @pytest.mark.parametrize("num_groups", [numpy.int64(2), torch.tensor(2)], ids=repr)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from support.backends import ALL, assert_same_bits, installed, run, run_images, run_pixels
-from support.family import MEMBERS
+from support.family import MEMBERS, with_gradients
 from support.inputs import (
     LAYOUTS,
     all_dtypes,
@@ -149,10 +149,8 @@ def test_functions_of_rows_at_two_distances(member, dtype):
     parameters = [randn(64, statistics_dtype(dtype)) for _ in range(2)]
 
     def results(*tensors):
-        tensors = [t.detach().requires_grad_() for t in tensors]
-        outputs = member(*tensors)
-        grad_outputs = [y.detach().sin() for y in outputs]
-        return [*outputs, *torch.autograd.grad(outputs, tensors, grad_outputs, allow_unused=True)]
+        outputs, gradients = with_gradients(member, [t.detach().requires_grad_() for t in tensors])
+        return [*outputs, *gradients]
 
     expected = results(x, other, *parameters)
     for strided in STRIDED.values():

@@ -25,6 +25,12 @@ def arguments_of(member):
     return ["input", *["residual or gate"] * member.takes_r, "weight", *["bias"] * member.takes_b]
 
 
+def random_arguments(member):
+    shape = (2, 8, 3) if member.takes_images else (2, 3, 8)
+    shapes = {"input": shape, "residual or gate": shape, "weight": (8,), "bias": (8,)}
+    return {name: torch.randn(size) for name, size in shapes.items()}
+
+
 # Freed storages
 
 
@@ -41,9 +47,8 @@ def test_functions_refuse_freed_tensors(member, name):
 
     With the option "gate", the bias is also the gate (support/family.py).
     """
-    shape = (2, 8, 3) if member.takes_images else (2, 3, 8)
-    shapes = {"input": shape, "residual or gate": shape, "weight": (8,), "bias": (8,)}
-    tensors = {key: torch.randn(shape) for key, shape in shapes.items()}
+    tensors = random_arguments(member)
+    many = torch.stack([tensors["input"]] * 2)
     tensors[name] = freed(tensors[name])
 
     def call(x):
@@ -61,7 +66,6 @@ def test_functions_refuse_freed_tensors(member, name):
         call(x.requires_grad_())
     if name in ("weight", "bias") and "inplace" not in member.options:  # vmap changes no residual in place
         loss = lambda x: sum(y.sum() for y in (call(x) if member.adds_residual else [call(x)]))  # noqa: E731
-        many = torch.randn(2, *shape)
         for transform in (
             torch.vmap(call),
             torch.vmap(torch.func.grad(loss)),
@@ -76,10 +80,8 @@ def test_functions_refuse_freed_tensors(member, name):
 @members_and_arguments
 def test_functions_take_zeros_without_memory(member, name):
     """Torch makes such tensors in forward-mode AD. They cannot be changed in place."""
-    shape = (2, 8, 3) if member.takes_images else (2, 3, 8)
-    shapes = {"input": shape, "residual or gate": shape, "weight": (8,), "bias": (8,)}
-    tensors = {key: torch.randn(shape) for key, shape in shapes.items()}
-    zeros = {name: torch._efficientzerotensor(shapes[name])}
+    tensors = random_arguments(member)
+    zeros = {name: torch._efficientzerotensor(tensors[name].shape)}
     overwrites = "inplace" in member.options
     if overwrites and name.startswith("residual"):
         return
@@ -89,7 +91,7 @@ def test_functions_take_zeros_without_memory(member, name):
         arguments, options = member.arguments(*tensors.values())
         return member.function(*arguments, **options)
 
-    torch.testing.assert_close(call(tensors | zeros), call(tensors | {name: torch.zeros(shapes[name])}))
+    torch.testing.assert_close(call(tensors | zeros), call(tensors | {name: torch.zeros_like(tensors[name])}))
     other = "weight" if name == "input" else "input"
     _, tangent = torch.func.jvp(lambda t: call(tensors | zeros | {other: t}), (tensors[other],), (tensors[other],))
     assert all(t.isfinite().all() for t in (tangent if member.adds_residual else (tangent,)))
