@@ -140,21 +140,9 @@ def forward(
 
 
 def run(
-    backend,
-    x,
-    dy,
-    weight=None,
-    bias=None,
-    eps=1e-5,
-    normalized_shape=None,
-    mask=ALL,
-    *,
-    residual=None,
-    grad_sum=None,
-    gate=None,
-    input_scale=None,
-    **options,
-):
+    backend, x, dy, weight=None, bias=None, eps=1e-5, normalized_shape=None, mask=ALL, *, residual=None,
+    grad_sum=None, gate=None, input_scale=None, **options,
+):  # fmt: skip
     """Return the results of both operators for the upstream gradients of the output, `dy`, and of the sum, `grad_sum`.
 
     `mask` is the output_mask of backward, or its first three entries. `options` are passed to both operators.
@@ -196,20 +184,9 @@ rows_and_images = pytest.mark.parametrize("run", [run, run_pixels], ids=["rows",
 
 
 def check(
-    results,
-    x,
-    dy,
-    weight=None,
-    bias=None,
-    eps=1e-5,
-    context=(),
-    *,
-    residual=None,
-    input_scale=None,
-    grad_sum=None,
-    xhat_error=0,
-    **options,
-):
+    results, x, dy, weight=None, bias=None, eps=1e-5, context=(), *, residual=None, input_scale=None, grad_sum=None,
+    xhat_error=0, **options,
+):  # fmt: skip
     """Check the results of `run` against float64. A sum without an input_scale is one addition: its bits are checked.
 
     `context` is shown if a check fails, and check_backward() explains `xhat_error`. The others are arguments of `run`.

@@ -109,20 +109,9 @@ def activate(z, sigmoid=False):
 
 
 def norm(
-    x,
-    weight=None,
-    bias=None,
-    eps=1e-5,
-    *,
-    residual=None,
-    input_scale=None,
-    gate=None,
-    rms=False,
-    zero_centered_weight=False,
-    num_groups=1,
-    sigmoid=False,
-    gate_first=False,
-):
+    x, weight=None, bias=None, eps=1e-5, *, residual=None, input_scale=None, gate=None, rms=False,
+    zero_centered_weight=False, num_groups=1, sigmoid=False, gate_first=False,
+):  # fmt: skip
     """Return output, sum or None, and the Forward of a norm of tensors [*, cols], with the operator's arguments.
 
     Autograd differentiates the results to any order.
@@ -239,18 +228,9 @@ def effective_weight(weight, zero_centered_weight):
 
 
 def check_forward(
-    results,
-    x,
-    weight=None,
-    bias=None,
-    eps=1e-5,
-    context=(),
-    *,
-    rms=False,
-    zero_centered_weight=False,
-    dtype=None,
+    results, x, weight=None, bias=None, eps=1e-5, context=(), *, rms=False, zero_centered_weight=False, dtype=None,
     **gate,
-):
+):  # fmt: skip
     """Check output, mean and rstd of the 2-d tensor x, and return the exact Forward.
 
     `dtype` is that of the output, by default that of x. `gate` are the arguments of GateFactors.
@@ -353,24 +333,9 @@ class Gradients:
 
 
 def check_backward(
-    results,
-    dy,
-    x,
-    weight=None,
-    bias=None,
-    eps=1e-5,
-    context=(),
-    *,
-    rms=False,
-    zero_centered_weight=False,
-    grad_sum=None,
-    xhat_error=0,
-    sum_error=0,
-    scaled_input=None,
-    input_scale=None,
-    gate=None,
-    **activation,
-):
+    results, dy, x, weight=None, bias=None, eps=1e-5, context=(), *, rms=False, zero_centered_weight=False,
+    grad_sum=None, xhat_error=0, sum_error=0, scaled_input=None, input_scale=None, gate=None, **activation,
+):  # fmt: skip
     """Check the gradients of input, weight, bias and, if given, gate, scaled_input and input_scale.
 
     `results` has the gradients in the order of Gradients.NAMES; those that are None are not checked. Return the exact
