@@ -619,7 +619,7 @@ def test_images_of_any_number_of_channels(cls, channels):
     expected = layer(x)
     report = convert(layer)
     assert "2d(" in report.replaced[""], report
-    torch.testing.assert_close(layer(x), expected, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(layer(x), expected, rtol=1e-14, atol=1e-14)  # some ten roundings of 1e-16
 
 
 # Names of packages
