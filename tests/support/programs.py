@@ -154,9 +154,8 @@ def source(seed, templates=TEMPLATES):
         after = {name: value for name, value in variables.items() if isinstance(value, torch.Tensor)}
         if "norm" in line and list(after.values())[-1].dtype != F64:
             continue  # the line multiplies the norm by float32 numbers
-        if all(
-            value.abs().max() < 100 for value in after.values() if value.numel()
-        ):  # larger errors would be tolerated
+        # Errors are compared with the largest element, so that larger numbers would hide them.
+        if all(value.abs().max() < 100 for value in after.values() if value.numel()):
             tensors = after
             lines.append(line)
     results = [name for name in tensors if name not in SHAPES and rng.random() < 0.5] or ["x"]

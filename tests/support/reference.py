@@ -369,9 +369,8 @@ def check_backward(
     abs_g, value = abs_grad if w is None else abs_grad * np.abs(w), expected.grad_input
     mean_gx_error, mean_abs_gx = ((abs_g * t).mean(1, keepdims=True) for t in (xhat_error, abs_xhat))
     error = (GRADIENT[x.dtype] + factors.output_error) * expected.abs_terms
-    error = error + forward.rstd * (
-        abs_xhat * mean_gx_error + xhat_error * mean_abs_gx
-    )  # of rstd * xhat * mean(g * xhat)
+    # The error of xhat in rstd * xhat * mean(g * xhat).
+    error = error + forward.rstd * (abs_xhat * mean_gx_error + xhat_error * mean_abs_gx)
     if gate is None:
         gradients.check("grad_input", x, value, error)
     else:
