@@ -26,7 +26,7 @@ def parse_shape(text: str) -> tuple[int, int]:
 
 
 def grid(defaults: dict[str, str], dtypes: list[str], device: str, shapes: tuple) -> list[tuple[int, int, str]]:
-    """Combine dtypes with shapes; `defaults` lists the default shapes of a device, or of all under "cpu"."""
+    """Return the cases (rows, columns, dtypes) of all shapes and dtypes; the default shapes depend on the device."""
     default = defaults.get(device, defaults["cpu"])
     return [(*shape, pair) for shape in shapes or map(parse_shape, default.split()) for pair in dtypes]
 
@@ -64,8 +64,8 @@ KERNEL_SHAPES = {
     "cuda": "1048576x64 65536x128 65536x512 32768x768 8192x1024 16384x4096 8192x8192 4096x16384 2048x65536 512x262144 "
     "8191x1023 32x768 1x4096",
 }
-KERNEL_CELLS = partial(grid, KERNEL_SHAPES)
-FAMILY_CELLS = partial(grid, {"cpu": "64x768 64x2048 256x768 256x2048"})
+KERNEL_CASES = partial(grid, KERNEL_SHAPES)
+FAMILY_CASES = partial(grid, {"cpu": "64x768 64x2048 256x768 256x2048"})
 
 
 def open_device(name: str) -> Device:
@@ -112,7 +112,8 @@ def add(name: str, callback: Callable, *parameters: click.Parameter) -> None:
 def add_benchmark(name: str, measure: Callable, cases: Callable, *parameters: click.Parameter) -> None:
     """Add the command of a benchmark, which measures all cases and saves the records after each case.
 
-    `cases` takes the dtypes if the command does, and device and shapes if it takes shapes.
+    `cases` returns the arguments of `measure` for each case. It takes the dtypes if the command has them as an option,
+    and device and shapes if the command takes shapes.
     """
 
     def execute(device: str, out: Path, **settings: object) -> None:
@@ -137,7 +138,7 @@ def run_compare(base: str, shapes: tuple, dtypes: list[str], device: str, second
     """Build the revision BASE and the working tree and time both; fail if a case is slower."""
     machine = describe_machine(open_device(device))
     builds = compare.build_both(base, ROOT / "build" / "compare")
-    cases = [(*cell, which) for cell in KERNEL_CELLS(dtypes, device, shapes) for which in ("forward", "backward")]
+    cases = [(*case, which) for case in KERNEL_CASES(dtypes, device, shapes) for which in ("forward", "backward")]
     run = Run("compare", machine | {"base": builds[compare.BASE].name})
     run.records += compare.measure(builds, cases, device, seconds)
     finish(run, out)
@@ -147,10 +148,10 @@ def run_compare(base: str, shapes: tuple, dtypes: list[str], device: str, second
         sys.exit(1)
 
 
-add_benchmark("kernels", norm.measure_kernels, KERNEL_CELLS, SHAPES, dtypes("fp32,bf16"), NAMES, PASS, seconds(0.3))
+add_benchmark("kernels", norm.measure_kernels, KERNEL_CASES, SHAPES, dtypes("fp32,bf16"), NAMES, PASS, seconds(0.3))
 add_benchmark("overhead", norm.measure_overhead, product, dtypes("fp32"), NAMES, seconds(0.3))
 add_benchmark("accuracy", norm.measure_accuracy, norm.accuracy_points, dtypes(",".join(PAIRS)), NAMES)
-add_benchmark("family", blocks.measure_family, FAMILY_CELLS, SHAPES, dtypes("fp32,bf16"), seconds(0.3))
+add_benchmark("family", blocks.measure_family, FAMILY_CASES, SHAPES, dtypes("fp32,bf16"), seconds(0.3))
 add_benchmark("compile", blocks.measure_compiled, partial(product, blocks.BLOCKS), dtypes("fp32,bf16"), seconds(0.5))
 add("compare", run_compare, click.Argument(["base"]), SHAPES, dtypes("fp32,bf16"), seconds(0.5, "start and case"))
 RUN = click.Argument(["run"], type=click.Path(exists=True, dir_okay=False, path_type=Path))

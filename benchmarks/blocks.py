@@ -63,8 +63,8 @@ def add_ada(x: Tensor, residual: Tensor, scale: Tensor, shift: Tensor, gate: Ten
 class Block(NamedTuple):
     """A block, the kinds of its tensors, and this package's function that computes all of it, if there is one.
 
-    Scales, shifts and gates of residuals are per sample, as in diffusion transformers; activated gates are slices of a
-    projection, as in state space models.
+    The kinds are those of draw(). Scales, shifts and gates of residuals are per sample, as in diffusion transformers;
+    activated gates are slices of a projection, as in state space models.
     """
 
     kinds: tuple[str, ...]
@@ -115,6 +115,7 @@ def draw(kinds: tuple[str, ...], device: Device, dtypes: str, batch: int, rows: 
     """Return the tensors of a block, and an upstream gradient."""
     dtype, parameter_dtype = PAIRS[dtypes]
     shapes = {"rows": (batch, rows, cols), "slice": (batch, rows, 2 * cols), "sample": (batch, 1, cols), "weight": cols}
+    # The first half of the columns of a slice is used, and all columns of the others.
     tensors = [torch.randn(shapes[kind], device=device.name)[..., :cols] for kind in (*kinds, "rows")]
     return [tensor.to(parameter_dtype if tensor.dim() == 1 else dtype) for tensor in tensors]
 

@@ -29,7 +29,7 @@ from .timing import AGAIN, Device, keep_pages, make_sampler, ratios, sample_in_r
 
 BASE, HEAD = "base", "head"
 STARTS = 3  # number of times to start the processes
-Cell = tuple[int, int, str, str]  # rows, columns, dtypes, pass
+ComparedCase = tuple[int, int, str, str]  # rows, columns, dtypes, pass
 
 
 def build_both(base: str, folder: Path) -> dict[str, Path]:
@@ -77,7 +77,7 @@ def initialize(installed: Path, device: str) -> None:
 
 
 def prepare(rows: int, cols: int, dtypes: str, pass_name: str) -> None:
-    """Set up a cell; fail if its results are wrong."""
+    """Set up a case; fail if its results are wrong."""
     torch.manual_seed(0)
     (entry,) = bind_contenders(["ours"], make_cases(state.device, rows, cols, dtypes))
     if message := entry.record(pass_name, {})["message"]:
@@ -91,22 +91,22 @@ def take_sample() -> float:
 
 
 def sample(
-    builds: dict[str, Path], cells: list[Cell], device: str, budget: float
-) -> Iterator[tuple[Cell, dict[str, list[float]]]]:
-    """Yield each cell with its times by process, once for each start."""
+    builds: dict[str, Path], cases: list[ComparedCase], device: str, budget: float
+) -> Iterator[tuple[ComparedCase, dict[str, list[float]]]]:
+    """Yield each case with its times by process, once for each start."""
     for _ in range(STARTS):
         with ExitStack() as stack:
             folders = {BASE: builds[BASE], AGAIN: builds[BASE], HEAD: builds[HEAD]}
             workers = {name: stack.enter_context(start(folder, device)) for name, folder in folders.items()}
             samplers = {name: (lambda w=worker: w.submit(take_sample).result()) for name, worker in workers.items()}
-            for cell in cells:
+            for case in cases:
                 for worker in workers.values():
-                    worker.submit(prepare, *cell).result()
-                yield cell, sample_in_rounds(samplers, budget)
+                    worker.submit(prepare, *case).result()
+                yield case, sample_in_rounds(samplers, budget)
 
 
 def judge(starts: list[dict[str, list[float]]]) -> dict:
-    """Return the statistics of one cell; each start maps base, again and head to their samples.
+    """Return the statistics of one case; each start maps base, again and head to their samples.
 
     The noise is the larger of the scatter within processes and the scatter of the processes' medians.
     """
@@ -118,29 +118,29 @@ def judge(starts: list[dict[str, list[float]]]) -> dict:
     return found
 
 
-def measure(builds: dict[str, Path], cells: list[Cell], device: str, budget: float) -> Iterator[dict]:
-    """Yield a record for each cell; time it again if it seems faster or slower."""
+def measure(builds: dict[str, Path], cases: list[ComparedCase], device: str, budget: float) -> Iterator[dict]:
+    """Yield a record for each case; time it again if it seems faster or slower."""
 
-    def judged(cells: list[Cell]) -> dict[Cell, dict]:
+    def judged(cases: list[ComparedCase]) -> dict[ComparedCase, dict]:
         times = defaultdict(list)
-        samples = sample(builds, cells, device, budget) if cells else ()
-        with click.progressbar(samples, STARTS * len(cells), "compare", file=sys.stderr) as results:
-            for cell, result in results:
-                times[cell].append(result)
-        return {cell: judge(starts) for cell, starts in times.items()}
+        samples = sample(builds, cases, device, budget) if cases else ()
+        with click.progressbar(samples, STARTS * len(cases), "compare", file=sys.stderr) as results:
+            for case, result in results:
+                times[case].append(result)
+        return {case: judge(starts) for case, starts in times.items()}
 
-    first = judged(cells)
-    again = judged([cell for cell in cells if first[cell]["verdict"] != "noise"])
-    for cell in cells:
-        judgement = first[cell]
-        if cell in again and again[cell]["verdict"] != judgement["verdict"]:
-            judgement = again[cell] | {"verdict": "noise"}
-        record = dict(zip(("rows", "cols", "dtypes", "pass"), cell, strict=True))
+    first = judged(cases)
+    again = judged([case for case in cases if first[case]["verdict"] != "noise"])
+    for case in cases:
+        judgement = first[case]
+        if case in again and again[case]["verdict"] != judgement["verdict"]:
+            judgement = again[case] | {"verdict": "noise"}
+        record = dict(zip(("rows", "cols", "dtypes", "pass"), case, strict=True))
         yield record | {"contender": HEAD, "status": "ok", "message": ""} | judgement
 
 
 def summary(records: list[dict]) -> tuple[str, bool]:
-    """Return one line about all cells, and whether no cell is slower."""
+    """Return one line about all cases, and whether no case is slower."""
     mean = statistics.geometric_mean(r["of_base"] for r in records)
     counts = Counter(r["verdict"] for r in records)
     text = ", ".join(f"{counts[kind]} {kind}" for kind in ("faster", "slower", "noise"))

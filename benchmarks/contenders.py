@@ -26,7 +26,7 @@ def like_torch(function: Callable, case: Case) -> Function:
 
 @lru_cache(maxsize=1)
 def compile_for(function: Callable, *shape: int | str) -> Callable:
-    """Return a function compiled for a single static shape, which is only the key of the cache."""
+    """Return a function compiled for static shapes. `shape` is unused: a new one makes lru_cache compile again."""
     torch.compiler.reset()
     # The benchmark runs backward many times on the same graph, so its buffers must not be donated.
     torch._functorch.config.donated_buffer = False
@@ -137,7 +137,7 @@ class Contender:
         self.calls: list[Calls] = []
         self.errors: dict[str, float] = {}  # quantity -> error, for the results that exist
         self.failed: dict[str, str] = {}  # pass -> message
-        results, untried = (), PASSES  # `untried` fail if the next call raises
+        results, untried = (), PASSES  # the passes that fail if the next call raises an error
         try:
             self.calls = bind()
             results = self.calls[0].forward()
@@ -152,7 +152,10 @@ class Contender:
         return [getattr(calls, pass_name) for calls in self.calls]
 
     def record(self, pass_name: str, failed_later: dict[str, str]) -> dict:
-        """Return the contender, the status (ok, wrong or failed), the message and the largest error in a pass."""
+        """Return the contender, the status (ok, wrong or failed), the message and the largest error in a pass.
+
+        `failed_later` has the messages of contenders that raised errors while they were timed.
+        """
         known = ((e, quantity) for quantity, e in self.errors.items() if is_result(quantity, pass_name))
         largest, quantity = max(known, default=(None, ""))
         status, message = "ok", ""
@@ -201,7 +204,7 @@ def time_pass(
 ) -> Iterator[dict]:
     """Time a pass, or the function that `select` returns for each contender; yield records that begin with `case`.
 
-    The first contender takes part twice, the second time as AGAIN.
+    The first contender takes part twice, the second time as AGAIN: the ratio of its times is the noise.
     """
     samplers, failed = {}, {}
     for entry in entries:

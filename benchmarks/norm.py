@@ -53,10 +53,10 @@ def measure_overhead(device: Device, dtypes: str, contenders: list[str], seconds
     arguments = case.x, list(case.weight.shape), case.weight, case.bias, EPS
     settings = {"eps": EPS, "device": device.name, "dtype": case.parameter_dtype}
     entries = bind_contenders(contenders, [case])
-    # Other packages have neither an operator nor a module that is called alike.
+    # Only torch and this package have an operator and a module with the same arguments.
     native = [entry for entry in entries if entry.name in OPERATORS]
-    # Way of calling, the pass that must work for it, its contenders, and the function to time. All but the "forward"
-    # ways build an autograd graph.
+    # Way of calling, the pass that must work for it, its contenders, and the function to time. The ways of the pass
+    # "both" build an autograd graph.
     ways = (
         ("operator", "forward", native, lambda entry: partial(OPERATORS[entry.name], *arguments)),
         ("function", "forward", entries, lambda entry: entry.calls[0].function),

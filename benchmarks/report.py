@@ -26,10 +26,10 @@ SHAPES = {
 
 
 class Layout(NamedTuple):
-    """The table of a benchmark: its lines and columns are the values of some fields.
+    """The table of a benchmark: `line` and `columns` are the fields whose values are its lines and columns.
 
-    The fields that are neither differ between the cases of a cell. The figures are speeds: how many times as fast
-    "ours" is as each contender, or each contender as "torch".
+    A cell summarizes the cases that differ in other fields. Its figures are speeds: how many times as fast "ours" is as
+    each contender if `base` is "ours", or each contender as torch if it is "torch".
     """
 
     line: str
@@ -51,7 +51,7 @@ def figures(times: dict[str, float], base: str) -> dict[str, float]:
 
 
 def by_case(records: list[dict]) -> list[dict]:
-    """Return one line for each case, with the times of all contenders."""
+    """Return one line of the CSV file for each case, with the times of all contenders."""
     keys = [key for key in takewhile(lambda key: key != "contender", records[0]) if key not in ("mode", "sets")]
     lines: dict[tuple, dict] = {}
     for r in records:
@@ -106,7 +106,8 @@ def speeds(path: Path) -> str:
             cell = case[line], tuple((case | {"contender": name})[key] for key in keys)
             cells[cell].append(figure)
             noise[cell] = float(case[f"{mode} noise"])
-    groups = list(dict.fromkeys(column[:-1] for _, column in cells))  # a line may have a contender that the first lacks
+    # Columns of the same dtypes and pass are neighbors, also if a contender is missing in the first line.
+    groups = list(dict.fromkeys(column[:-1] for _, column in cells))
     columns = sorted(dict.fromkeys(column for _, column in cells), key=lambda column: groups.index(column[:-1]))
     table = [[line, *map(" ".join, columns)]]
     for value in dict.fromkeys(value for value, _ in cells):

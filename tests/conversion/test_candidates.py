@@ -53,7 +53,7 @@ class Images(torch.nn.LayerNorm):
 
 
 class Wide(torch.nn.RMSNorm):
-    """Returns float32 for float64 input. The argument and an attribute have names that mean something elsewhere."""
+    """Returns float32 for float64 input. Names of its argument and attribute have other meanings in this package."""
 
     num_groups = 2
 
@@ -159,7 +159,8 @@ class ZeroCenteredImages(WithParameters):
 
 
 class EpsIsAProperty(torch.nn.LayerNorm):
-    eps, extra_repr = property(lambda self: 1e-3, lambda self, value: None), torch.nn.Module.extra_repr
+    eps = property(lambda self: 1e-3, lambda self, value: None)  # torch's constructor sets it
+    extra_repr = torch.nn.Module.extra_repr
 
 
 # Layers of any width
@@ -197,7 +198,7 @@ class AnyWidthInFloat32(AnyWidth):
         return F.rms_norm(x.float(), x.shape[-1:], None, self.eps).to(x.dtype)
 
 
-# Layers that take some pairs of dtypes
+# Layers that refuse some pairs of dtypes
 
 
 class CastsTheInput(torch.nn.LayerNorm):
@@ -388,15 +389,15 @@ def test_layers_are_replaced_and_restored(cls):
         actual = output_and_gradients(layer, inputs)
         # Sums of 60 terms rounded by 1e-16 or 6e-8; an eps of 2e-16 or 1e-7.
         tolerance = 1e-13 if actual[0].dtype == F64 and str(EPS_OF_FLOAT32) not in text else 1e-5
-        for value, right in zip(actual, results, strict=True):
-            torch.testing.assert_close(value.double(), right.double(), rtol=tolerance, atol=tolerance)
+        for value, exact in zip(actual, results, strict=True):
+            torch.testing.assert_close(value.double(), exact.double(), rtol=tolerance, atol=tolerance)
     revert(layer)
     assert snapshot(layer) == before and list(vars(layer)) == list(before[1])
 
 
 @layers
 def test_output_dtypes_are_kept(cls):
-    """For every combination of dtypes that the layer takes. The output is rounded once."""
+    """For every combination of dtypes of parameters and inputs that the layer takes. The output is rounded once."""
     original, ours, inputs = converted_layer(cls)
     compared = 0
     for dtype, *dtypes in itertools.product((F64, F32, F16, BF16), repeat=1 + len(inputs)):
@@ -413,7 +414,7 @@ def test_output_dtypes_are_kept(cls):
         # An activation behind the norm rounds again. Arithmetic in float32 loses less than 1e-6.
         rtol = torch.finfo(actual.dtype).eps + 1e-6
         torch.testing.assert_close(actual.double(), exact.double(), rtol=rtol, atol=2e-6)
-    assert compared >= 4 or cls is CastsTheParameters
+    assert compared >= 4 or cls is CastsTheParameters  # which takes fewer
 
 
 def converted_layer_of_narrow_inputs(cls):
@@ -478,11 +479,11 @@ def test_layers_of_torch_are_scripted(cls):
 
 @pytest.mark.parametrize("cls", [Scale, GB, Gamma, TorchsEps])
 def test_parameters_of_other_names_are_loaded(cls):
-    _, layer, (x, *_) = (*converted_layer(cls)[:2], [*layer_and_inputs(cls)[1].values()])
+    _, layer, inputs = converted_layer(cls)
     loaded = cls(8)
     convert(loaded)
     loaded.load_state_dict(layer.state_dict())
-    torch.testing.assert_close(loaded(x.float()), layer(x.float()), **SAME_BITS)
+    torch.testing.assert_close(loaded(**inputs), layer(**inputs), **SAME_BITS)
 
 
 @pytest.mark.parametrize("cls", [AnyWidth, AnyWidthOfImages])
@@ -507,7 +508,7 @@ def test_random_drops_stay_between_norm_and_activation():
 
 
 def test_equal_layers_share_a_class():
-    """Also if activations differ. Otherwise torch.compile would compile a graph for each layer."""
+    """Also if activations differ. torch.compile would compile a graph for each class."""
     register_conversion(Activated)
     model = torch.nn.Sequential(Activated(8, torch.nn.ReLU()), Activated(8, torch.nn.SiLU()))
     assert len(convert(model).replaced) == 2 and type(model[0]) is type(model[1])
@@ -556,7 +557,7 @@ def test_overridden_methods_stay():
 # Changes after the conversion
 
 
-def change(layer):
+def change_eps_and_width(layer):
     """Set eps, and keep half of the channels, as users and tools for pruning do."""
     for name in ("eps", "variance_epsilon"):
         if hasattr(layer, name):
@@ -570,15 +571,15 @@ def change(layer):
 
 @layers
 @pytest.mark.parametrize("is_temporary", [False, True], ids=["convert", "converted"])
-def test_changes_of_a_converted_layer_count_and_stay(cls, is_temporary):
+def test_changes_of_a_converted_layer_take_effect_and_stay(cls, is_temporary):
     """A converted layer computes with its present attributes, as the original does, and revert() keeps them."""
     layer, inputs = layer_and_inputs(cls)
     original = copy.deepcopy(layer)
     inputs = [x.narrow(x.shape.index(8), 0, 4) for x in inputs.values()]
     with converted(layer) if is_temporary else contextlib.nullcontext(convert(layer)) as report:
         assert report.replaced
-        change(original)
-        change(layer)
+        change_eps_and_width(original)
+        change_eps_and_width(layer)
         changed = {name: copy.copy(value) for name, value in vars(layer).items() if name != "_converted_from"}
         actual = output_and_gradients(layer, inputs)
     if not is_temporary:
@@ -587,8 +588,8 @@ def test_changes_of_a_converted_layer_count_and_stay(cls, is_temporary):
     with Float64Throughout():
         expected = output_and_gradients(original, inputs)
     tolerance = 1e-13 if actual[0].dtype == F64 else 1e-5  # sums of 60 terms rounded by 1e-16 or 6e-8
-    for value, right in zip(actual, expected, strict=True):
-        torch.testing.assert_close(value.double(), right.double(), rtol=tolerance, atol=tolerance)
+    for value, exact in zip(actual, expected, strict=True):
+        torch.testing.assert_close(value.double(), exact.double(), rtol=tolerance, atol=tolerance)
 
 
 @layers
@@ -618,7 +619,7 @@ def test_images_of_any_number_of_channels(cls, channels):
     expected = layer(x)
     report = convert(layer)
     assert "2d(" in report.replaced[""], report
-    torch.testing.assert_close(layer(x), expected, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(layer(x), expected, rtol=1e-14, atol=1e-14)  # some ten roundings of 1e-16
 
 
 # Names of packages
@@ -636,7 +637,7 @@ def test_images_of_any_number_of_channels(cls, channels):
     ],
 )
 def test_classes_of_known_packages_are_candidates_by_their_names(name, is_candidate):
-    """Their modules need not be imported."""
+    """The packages need not be imported."""
     module, _, cls = name.rpartition(".")
     layer = type(cls, (Scale,), {"__module__": module})(8)
     assert list(convert(torch.nn.Sequential(layer)).replaced) == ["0"] * is_candidate

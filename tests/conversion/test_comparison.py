@@ -51,7 +51,7 @@ def masked(self, x):
     return y * self.weight + self.bias
 
 
-def eps_of_16_bits(self, x):
+def other_eps_for_16_bits(self, x):
     return layer_norm(x, (5,), self.weight, self.bias, 1e-2 if x.dtype in (F16, BF16) else self.eps)
 
 
@@ -77,6 +77,7 @@ def module(forward, **parameters):
 
 
 def with_children(forward, **children):
+    """Return a layer with this forward and these children."""
     layer = layer_with(forward)
     for name, child in children.items():
         layer.register_module(name, child)
@@ -85,12 +86,13 @@ def with_children(forward, **children):
 
 NAME = f"not {torch.nn.LayerNorm(5)}: "  # torch 2.11 does not print the bias
 OUTPUT = NAME + "output differs by "
-# Case -> the layer or its forward, the reason, and the function that builds the replacement, if not the default.
+# Case -> the layer or its forward, a part of the reason in the report, and the function that builds the replacement, if
+# not the default one.
 SKIPPED = {
     "masked": (masked, OUTPUT),
     "std plus eps": (eps_beside_deviation, OUTPUT),
     "other eps": (lambda self, x: layer_norm(x, (5,), self.weight, self.bias, 1e-6), OUTPUT),
-    "other eps for 16 bits": (eps_of_16_bits, "output of torch.bfloat16 and torch.float32 differs by "),
+    "other eps for 16 bits": (other_eps_for_16_bits, "output of torch.bfloat16 and torch.float32 differs by "),
     "other gradient": (changed(lambda self, x, y: y + x - x.detach()), NAME + "gradient of input differs by "),
     "channels first": (channels_first_for_images, NAME + "input of size[2, 3, 2, 5] raises RuntimeError: "),
     "bfloat16": (rounded_for(BF16, BF16), "output of torch.bfloat16 and torch.bfloat16 differs by "),
@@ -238,7 +240,7 @@ def test_equal_layers_are_compared_once(comparisons):
     assert len(set(map(type, model))) == 1 and len({id(layer.weight) for layer in model}) == 5
 
 
-def test_layers_that_differ_are_compared_each():
+def test_layers_that_differ_are_compared_separately():
     """They differ in the class, an attribute, the shape, the mode, a buffer, or an attribute that is a list."""
     register_conversion(LikeLlama)
     register_conversion(MyNorm, build_ours)

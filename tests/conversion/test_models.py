@@ -49,10 +49,9 @@ def test_float64_logits_and_gradients_match_the_original(name):
     assert [type(module) for module in model.modules()] == [type(module) for module in original.modules()]
 
 
-@pytest.mark.parametrize("name", ["timm convnext_tiny", "Qwen3NextForCausalLM"])
-def test_converted_models_compile_without_graph_breaks(name):
-    """By Inductor; test_fusion_models.py compiles all models."""
-    model, inputs = model_and_inputs(name, F32)
+def test_inductor_compiles_a_converted_model():
+    """test_fusion_models.py compiles all models by Dynamo, and test_tracing.py norms near convolutions by Inductor."""
+    model, inputs = model_and_inputs("Qwen3NextForCausalLM", F32)
     expected = logits_and_gradients(model.eval(), inputs)
     convert(model)
     compiled = torch.compile(model, fullgraph=True)

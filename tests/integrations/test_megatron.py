@@ -15,7 +15,8 @@ from layernorm_ext import LayerNorm, RMSNorm
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.integration]
 
-WIDTH, PLACES = 16, 9  # in two layers: input, pre-MLP, queries, keys; and the final norm
+WIDTH = 16
+NORMS = 2 * 4 + 1  # two layers with norms of input, queries, keys and MLP input, and the final norm
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def config(**options):
 
 
 def gpt_model(norm, configuration):
-    """Return a GPT with a norm in every place."""
+    """Return a GPT whose norms are all built by `norm`."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -76,7 +77,7 @@ def test_gpt_computes_what_it_computes_with_torchs_norms(normalization, hook):
     ours.load_state_dict(theirs.state_dict())
     cls = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[normalization]
     norms = [module for module in ours.modules() if isinstance(module, cls)]
-    assert len(norms) == PLACES and {norm.eps for norm in norms} == {1e-4}
+    assert len(norms) == NORMS and {norm.eps for norm in norms} == {1e-4}
     for actual, expected in zip(logits_and_gradients(ours), logits_and_gradients(theirs), strict=True):
         # Some fifty operations round by 6e-8.
         atol = 1e-5 * max(1, expected.abs().max().item())
@@ -121,7 +122,7 @@ def test_memory_efficient_norms_save_their_output(hook):
 
 
 @pytest.mark.parametrize("options", [{}, {"persist_layer_norm": True}, {"normalization": "RMSNorm"}], ids=str)
-def test_arguments_of_other_versions_change_nothing_and_outputs_are_no_views(options, hook):
+def test_arguments_of_other_megatron_versions_are_ignored_and_outputs_are_no_views(options, hook):
     """Megatron frees the memory of outputs, which it cannot do if they are views."""
     older = {"persist_layer_norm": True, "zero_centered_gamma": True, "normalization": "RMSNorm"}  # the config decides
     newer = {"has_residual": True}

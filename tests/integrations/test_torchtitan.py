@@ -67,8 +67,8 @@ def test_llama_computes_what_it_computes_with_torchs_norms(hook, common):
 
 
 @dataclass
-class Places:
-    """The part of torchtitan's configs that finds configs, with three norms."""
+class ConfigOfNorms:
+    """Some configs of norms, with the method by which torchtitan finds them in the config of a model."""
 
     norms: list
 
@@ -78,7 +78,7 @@ class Places:
 
 def test_overrides_keep_the_values_and_take_options(hook, common):
     init = {"weight": torch.nn.init.ones_}
-    root = Places(
+    root = ConfigOfNorms(
         [
             common.LayerNorm.Config(normalized_shape=8, eps=1e-3, elementwise_affine=False),
             common.LayerNorm.Config(normalized_shape=8, param_init=init),
@@ -104,12 +104,12 @@ def test_norms_with_another_formula_stay(hook, common):
         class Config(common.RMSNorm.Config):
             gain_center: float = 1.0
 
-    root = Places([Centered.Config(normalized_shape=8), common.RMSNorm.Config(normalized_shape=8)])
+    root = ConfigOfNorms([Centered.Config(normalized_shape=8), common.RMSNorm.Config(normalized_shape=8)])
     assert len(apply(root, TARGETS[0])) == 1
     assert [type(norm) for norm in root.norms] == [Centered.Config, hook.RMSNorm.Config]
 
 
 def test_unknown_options_are_refused(hook, common):
-    root = Places([common.RMSNorm.Config(normalized_shape=8)])
+    root = ConfigOfNorms([common.RMSNorm.Config(normalized_shape=8)])
     with pytest.raises(ValueError, match="memory_efficient"):
         apply(root, (TARGETS[0], {"memory_efficient": True}))

@@ -46,7 +46,7 @@ def test_numbers_of_rows(backend, dtypes, rows):
 
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32)], ids=dtypes_id)
 def test_rows_of_more_than_a_million_elements(backend, dtypes):
-    """The chunks of such rows are summed in groups."""
+    """The sums of the chunks of such rows are added in groups, so that errors grow with neither number."""
     x, dy, w, b = random_args(backend, dtypes, 2, (1 << 20) + 1, offset=100)
     check(run(backend, x, dy, w, b), x, dy, w, b)
 
@@ -83,7 +83,7 @@ def test_eps(backend, dtype, eps):
 @rows_and_images
 @dtypes_and_offsets
 def test_large_means_lose_no_precision(backend, run, dtypes, offset):
-    """At 1e6, no digit of the gradients is right unless backward corrects the rounded mean."""
+    """The saved mean is rounded. With a mean of 1e6, no digit of the gradients is right unless backward corrects it."""
     for rows, cols in ((9, 2), (9, 31), (40, 64), (9, 257), (5, 1024), (5, 1100), (7, 4097), (3, 20000)):
         x, dy, w, b = random_args(backend, dtypes, rows, cols, offset=offset)
         x[::2] *= -1
@@ -98,8 +98,8 @@ def test_error_at_a_mean_of_10_000(backend, cols):
     results = run(backend, x, dy, w, b)
     expected = Backward(exact(dy), Forward(exact(x)), exact(w))
     for name in ("grad_input", "grad_weight", "grad_bias"):
-        right = getattr(expected, name)
-        assert abs(exact(getattr(results, name)) - right).max() <= 5e-7 * abs(right).max(), name
+        gradient = getattr(expected, name)
+        assert abs(exact(getattr(results, name)) - gradient).max() <= 5e-7 * abs(gradient).max(), name
 
 
 @rows_and_images
@@ -126,15 +126,15 @@ def test_parameter_gradients_of_many_rows(backend, dtypes):
     results = run(backend, x, dy, w, w, mask=[False, True, True])
     expected = check_backward(results.gradients, dy, x, w)
     for name in ("grad_weight", "grad_bias"):
-        right = getattr(expected, name)
-        assert abs(exact(getattr(results, name)) - right).max() <= 3e-3 * abs(right).max(), name
+        gradient = getattr(expected, name)
+        assert abs(exact(getattr(results, name)) - gradient).max() <= 3e-3 * abs(gradient).max(), name
 
 
 # Extreme values
 
 
 def smallest_eps(backend, dtype):
-    """Return an eps that hides the loss of tiny squares, which underflow in the CUDA kernels."""
+    """Return the least eps to test tiny rows with. In the CUDA kernels their squares underflow: eps must hide it."""
     return 0.0 if backend.name == "cpu" else 1e-280 if dtype == F64 else 1e-30
 
 
@@ -157,8 +157,8 @@ def test_hard_values(backend, run, dtypes, cols, rms, rows, eps):
     dy = dy / 256 if rows is tiny_rows else dy  # else float16 gradients overflow
     results = run(backend, x, dy, w, b, eps, rms=rms)
     check(results, x, dy, w, b, eps, rms=rms)
-    some = [False, True, False]  # a pass of its own for the weight's gradient
-    assert_same_bits(run(backend, x, dy, w, b, eps, mask=some, rms=rms), results.requested(some))
+    weight_alone = [False, True, False]  # other loops compute the parameters' gradients alone
+    assert_same_bits(run(backend, x, dy, w, b, eps, mask=weight_alone, rms=rms), results.requested(weight_alone))
     ordinary = run(backend, x[[-1, -1]], dy[[-1, -1]], w, b, eps, rms=rms)
     assert_same_bits(results.rows(-1), ordinary.rows(0))
 
@@ -171,20 +171,19 @@ CONSTANTS = [0.0, -0.0, 1.0, 0.1, -0.7, 1 / 3, 3.14159265, 1e-3, 1234.567, -5432
 @all_dtypes
 @pytest.mark.parametrize("eps", [1e-5, 1e-20, 1e-45, 1e-300])
 def test_constant_rows_give_exactly_the_bias(backend, run, dtypes, eps):
-    """The mean must be exact, also where the sum overflows. A sum of 0.1, or a multiplication by 1 / cols, is not.
+    """Whatever the mean is off by is divided by sqrt(eps), and added to the bias.
 
-    The gradients are divided by the root of eps, if its reciprocal is a number. That of the weight is exactly zero.
+    A mean is not exact if it multiplies a sum by 1 / cols, adds many numbers such as 0.1, or overflows. With an exact
+    one, the gradient of the weight is zero, and that of the input finite if 1 / sqrt(eps) is.
     """
     eps = max(eps, smallest_eps(backend, dtypes[0]))
     limits = torch.finfo(dtypes[0])
-    # A mean of 3 to 37 elements of the values between 0 and 1 may be off by a rounding, whose square overflows if it is
-    # divided by a tiny eps.
+    # The sums of 3 to 37 of the numbers between 0 and 1 round.
     values = [limits.max, -limits.max / 4, 1e4, -3, 0, limits.tiny, 0.7, -0.1, 1 / 3, 0.9999999]
     is_usual = eps == 1e-5
     values = torch.tensor([*values, *CONSTANTS] if is_usual else values, dtype=F64).to(dtypes[0])
-    for cols in (
-        (1, 2, 3, 5, 7, 10, 37, 49, 64, 100, 257, 768, 1000, 1024, 1537, 4999) if is_usual else (1, 3, 37, 1024)
-    ):
+    usual_columns = (1, 2, 3, 5, 7, 10, 37, 49, 64, 100, 257, 768, 1000, 1024, 1537, 4999)
+    for cols in usual_columns if is_usual else (1, 3, 37, 1024):
         x = values[:, None].repeat(1, cols).to(backend.device)
         dy, w, b = (
             randn(*each, backend.device) for each in ((x.shape, dtypes[0]), (cols, dtypes[1]), (cols, dtypes[1]))
@@ -193,22 +192,24 @@ def test_constant_rows_give_exactly_the_bias(backend, run, dtypes, eps):
         mean, rstd = results.mean, results.rstd
         assert torch.equal(results.output, b.to(x.dtype).expand_as(x)) and torch.equal(mean, x[:, :1].to(mean.dtype))
         assert not run(backend, x, dy, w, eps=eps).output.any(), cols
-        for first in (False, True):
-            gate, options = torch.zeros_like(x), {"sigmoid": True, "gate_first": first}
+        for gate_first in (False, True):
+            gate, options = torch.zeros_like(x), {"sigmoid": True, "gate_first": gate_first}
             assert not backend.ops.forward.fused(x, [cols], None, None, eps, None, gate, **options)[0].any()
-        right = torch.tensor(eps**-0.5, dtype=rstd.dtype, device=backend.device)  # infinity in float32 for 1e-300
-        torch.testing.assert_close(rstd, right.expand_as(rstd), rtol=torch.finfo(rstd.dtype).eps, atol=0)
-        if right.isfinite():
+        expected = torch.tensor(eps**-0.5, dtype=rstd.dtype, device=backend.device)  # infinity in float32 for 1e-300
+        torch.testing.assert_close(rstd, expected.expand_as(rstd), rtol=torch.finfo(rstd.dtype).eps, atol=0)
+        if expected.isfinite():
             assert not results.grad_weight.any()
-            if eps**-0.5 < limits.max / 1000:
+            if eps**-0.5 < limits.max / 1000:  # else gradients of the input overflow
                 check_backward(results.gradients, dy, x, w, b, eps, context=(cols,))
 
 
 @every_path
 @rows_and_images
 def test_variance_of_constant_rows_is_not_negative(backend, run):
-    """It may be rounded. The squared rounding errors of the last means underflow, so that their sum is less than the
-    square of the average error."""
+    """The variance is mean(d^2) - mean(d)^2 for the differences d from a mean that may be rounded.
+
+    For constants near 2^-52, d^2 is so small that it underflows in the sum, which is then less than mean(d)^2.
+    """
     exponents = torch.tensor([*range(-10, 27), *[-52] * 20])
     constants = torch.linspace(1, 1.99, len(exponents)) * 2.0**exponents
     for step, cols in ((1, 7), (3, 300), (13, 5000)):
@@ -220,7 +221,7 @@ def test_variance_of_constant_rows_is_not_negative(backend, run):
 @rows_and_images
 @pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=dtypes_id)
 def test_infinite_eps_gives_the_bias_and_zero_gradients(backend, run, dtype):
-    """Also where differences overflow."""
+    """Also in rows whose differences from the mean overflow: 0 * infinity would be NaN."""
     x = hard_rows(dtype, 64).to(backend.device)
     dy, w, b = (randn(shape, dtype, backend.device) for shape in (x.shape, 64, 64))
     results = run(backend, x, dy, w, b, torch.inf)
@@ -231,10 +232,10 @@ def test_infinite_eps_gives_the_bias_and_zero_gradients(backend, run, dtype):
 @rows_and_images
 @pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=dtypes_id)
 def test_flushing_subnormal_numbers_keeps_gradients_of_huge_rows(backend, run, dtype):
-    """The rstd of such rows is subnormal."""
+    """The rstd of huge rows is subnormal, and torch.set_flush_denormal(True) would make it zero."""
     if backend.name != "cpu":
         pytest.skip("torch.set_flush_denormal concerns the CPU's arithmetic")
-    x = hard_rows(dtype, 64)[7:10]
+    x = hard_rows(dtype, 64)[7:10]  # the largest numbers
     dy, w, b = (randn(shape, dtype) for shape in (x.shape, 64, 64))
     dy = dy * 2.0**60  # makes grad_input a normal number
     expected = run(backend, x, dy, w, b)
@@ -255,12 +256,12 @@ def test_flushing_subnormal_numbers_keeps_gradients_of_huge_rows(backend, run, d
 def test_nan_and_inf_stay_in_their_row(backend, run, dtype, value, cols):
     """Other rows keep their bits, also those that are read again because their sums overflow.
 
-    Parameter gradients, which add up all rows, become NaN.
+    Parameter gradients, which add up all rows, become NaN in the columns of the bad element, or in all if xhat does.
     """
     x, dy, _, _ = random_args(backend, (dtype, dtype), 41, cols)
     x[2::4] *= torch.finfo(dtype).max / 100
     expected = run(backend, x, dy)
-    for row in (0, 1, 3, 5, 40):  # positions among four or two rows that are processed together, and a single row
+    for row in (0, 1, 3, 5, 40):  # loops take four or two rows at a time; the last row is alone
         others, col = torch.arange(41) != row, (row * 17) % cols
 
         bad_x = x.clone()
@@ -280,12 +281,12 @@ def test_nan_and_inf_stay_in_their_row(backend, run, dtype, value, cols):
             assert gradient.isfinite().tolist() == [c != col for c in range(cols)]
 
 
-@pytest.mark.parametrize("deviation, gradient", [(-60, -80), (-21, -100), (-19, -100), (19, 100), (21, 100), (60, 80)])
+@pytest.mark.parametrize("exponents", [(-60, -80), (-21, -100), (-19, -100), (19, 100), (21, 100), (60, 80)], ids=str)
 @rows_and_images
-def test_products_outside_the_range(backend, run, deviation, gradient):
-    """The product of a gradient and a deviation from the mean may overflow or underflow, given as powers of two."""
+def test_products_outside_the_range(backend, run, exponents):
+    """dy * (x - mean) overflows or underflows for x and dy of these powers of 2, and dy * xhat does not."""
     for cols in (3, 64, 700):
-        x, dy = (randn((5, cols), F32, backend.device) * 2.0**exponent for exponent in (deviation, gradient))
+        x, dy = (randn((5, cols), F32, backend.device) * 2.0**exponent for exponent in exponents)
         w, b = (randn(cols, F32, backend.device) for _ in range(2))
         check_backward(run(backend, x, dy, w, b, eps=0.0).gradients, dy, x, w, eps=0.0, context=(cols,))
 
@@ -306,33 +307,34 @@ def test_subnormal_gradients_are_kept(backend, run, dtypes, cols):
 @pytest.mark.large
 @pytest.mark.parametrize("images", [False, True], ids=["rows", "images"])
 def test_more_than_2_to_the_31_elements(backend, images):
-    """Almost all rows are zero: on a CPU they take no memory in the input, and 4.3 GB in each result."""
-    torch.use_deterministic_algorithms(False)  # poisoning would take as long as the test
-    n, rows, cols = (3, (1 << 23) - 5, 86) if images else (1, (1 << 19) + 1, 4096)
-    shape = (n, cols, rows) if images else (n, rows, cols)
+    """All rows but six are zero: on a CPU they take no memory in the input, and 4.3 GB in each result."""
+    torch.use_deterministic_algorithms(False)  # filling results with NaN would take as long as the test
+    samples, rows, cols = (3, (1 << 23) - 5, 86) if images else (1, (1 << 19) + 1, 4096)
+    shape = (samples, cols, rows) if images else (samples, rows, cols)
     x, dy = (lazy_zeros(shape, backend.device) for _ in range(2))
 
-    def rows_of(tensor):
+    def as_rows(tensor):
         return tensor.mT if images else tensor
 
-    some = [0, 1, rows // 3, rows // 2, rows - 2, rows - 1]
-    zeros = [row for row in range(0, rows, rows // 1000) if row not in some]
-    for tensor in (rows_of(x), rows_of(dy)):
-        tensor[:, some] = randn((n, len(some), cols), BF16, backend.device)
+    nonzero = [0, 1, rows // 3, rows // 2, rows - 2, rows - 1]
+    zeros = [row for row in range(0, rows, rows // 1000) if row not in nonzero]  # to check
+    for tensor in (as_rows(x), as_rows(dy)):
+        tensor[:, nonzero] = randn((samples, len(nonzero), cols), BF16, backend.device)
     w, b = (randn(cols, BF16, backend.device) for _ in range(2))
 
-    def chosen(*tensors):
-        return [rows_of(t)[:, some].flatten(0, 1) for t in tensors]
+    def nonzero_rows(*tensors):
+        return [as_rows(t)[:, nonzero].flatten(0, 1) for t in tensors]
 
     y, mean, rstd = backend.forward(x, (cols,), w, b, 1e-5, images=images)
-    check_forward(chosen(y, mean, rstd), *chosen(x), w, b)
-    assert torch.equal(rows_of(y)[-1, zeros], b.expand(len(zeros), cols)) and not rows_of(mean)[-1, zeros].any()
+    check_forward(nonzero_rows(y, mean, rstd), *nonzero_rows(x), w, b)
+    assert torch.equal(as_rows(y)[-1, zeros], b.expand(len(zeros), cols)) and not as_rows(mean)[-1, zeros].any()
     del y
 
     arguments = (dy, x, (cols,), mean, rstd, w, b, ALL)
     grad_input, *parameter_gradients = backend.backward(*arguments, images=images)
-    check_backward((*chosen(grad_input), *parameter_gradients), *chosen(dy, x), w)  # rows of zeros add nothing
-    assert not rows_of(grad_input)[-1, zeros].any()
+    # Rows of zeros add nothing to the gradients of the parameters.
+    check_backward((*nonzero_rows(grad_input), *parameter_gradients), *nonzero_rows(dy, x), w)
+    assert not as_rows(grad_input)[-1, zeros].any()
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=dtypes_id)

@@ -1,6 +1,6 @@
 """The results have the bits that bits.json records: a hash for each member of the family and each instruction set.
 
-A change that alters results on purpose, or the calls below, writes the hashes again:
+Whoever changes results on purpose, or the calls below, records the hashes again:
 `for set in default avx2 avx512; do ATEN_CPU_CAPABILITY=$set PYTHONPATH=tests python tests/kernels/test_bits.py; done`.
 """
 
@@ -28,7 +28,7 @@ IMAGES = [(2, 5, 7, 3), (3, 9, 9, 96), (2, 28, 28, 192)]  # the channels last
 
 @functools.cache
 def values(shape, dtype, seed):
-    """Return numbers of up to 102, which depend on nothing but exact arithmetic.
+    """Return numbers of up to 102 by exact arithmetic, so that they are the same on any machine.
 
     None is near 0, because memory_efficient divides by weights.
     """
@@ -39,10 +39,10 @@ def values(shape, dtype, seed):
 
 
 def calls(member):
-    """Yield the tensors of calls: rows, or images in both layouts, whose parameters are shared, per sample or none."""
+    """Yield x, r, w, b of calls: rows, or images in both layouts, with parameters for all rows, per sample, or none."""
     shapes = IMAGES if member.takes_images else ROWS
     shapes = [shape for shape in shapes if shape[-1] % member.options.get("num_groups", 1) == 0]
-    dtypes = RESIDUALS if member.adds else [(*pair, pair[0]) for pair in DTYPES]
+    dtypes = RESIDUALS if member.adds_residual else [(*pair, pair[0]) for pair in DTYPES]
     for shape, (dtype, parameter_dtype, other_dtype) in itertools.product(shapes, dtypes):
         x, other = values(shape, dtype, 1), values(shape, other_dtype, 2)
         batches = [()] if member.is_gated_norm else [(), shape[:1] if member.takes_images else (shape[0], 1)]
@@ -59,7 +59,7 @@ def digest(results):
     for tensor in results:
         if tensor is not None:
             assert not tensor.isnan().any()  # a NaN has other bits on other processors
-            found.update(bits(tensor.detach()).numpy())
+            found.update(bits(tensor).numpy())
     return found.hexdigest()[:16]
 
 

@@ -31,13 +31,13 @@ def run_kernels(x, dy, w, b):
 
 @all_dtypes
 def test_every_path(dtypes):
-    """compute-sanitizer runs this.
+    """`make gpu-sanitize` runs this test in compute-sanitizer.
 
     Rows are the longest of each kernel, or have one more element, which makes them unaligned. Images have fewer pixels
     than a warp has lanes, or more, and are staged in shared memory or not.
     """
-    vector = 16 // dtypes[0].itemsize
-    limits = (1, 8, 16, 32, 64, 128, 256, 1024, 2048, 2560, 20 * 1024)
+    vector = 16 // dtypes[0].itemsize  # elements
+    limits = (1, 8, 16, 32, 64, 128, 256, 1024, 2048, 2560, 20 * 1024)  # in vectors
     rows = [(5, limit * vector + more) for limit in limits for more in (0, 1)]
     for shape in [*rows, (3, 7, 5), (2, 64, 33), (1, 700, 40), (1, 1700, 40)]:
         x, dy, w, b = random_args(CUDA, dtypes, *shape)
@@ -129,6 +129,7 @@ def test_tensors_on_another_gpu_than_the_current_one(shape):
     expected = run_kernels(*arguments)
     actual = run_kernels(*(t.to("cuda:1") for t in arguments))
     assert torch.cuda.current_device() == 0 and {t.device for t in actual} == {torch.device("cuda:1")}
+    # If the GPUs differ, so does the order in which the gradients of parameters are added.
     torch.testing.assert_close([t.cpu() for t in actual], [t.cpu() for t in expected], rtol=1e-5, atol=1e-4)
 
 
@@ -152,7 +153,7 @@ def test_compiled_module():
         leaf = x.clone().requires_grad_()
         function(leaf).sin().sum().backward()
         gradients.append(leaf.grad)
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)  # Inductor computes the cosine
 
 
 def test_no_memory_is_kept():

@@ -35,7 +35,7 @@ def fake_tensors():
 
 @pytest.fixture(params=[contextlib.nullcontext, torch.inference_mode, fake_tensors], ids=["eager", "inference", "fake"])
 def context(request):
-    """The kernels and the shape functions check their arguments themselves, because some modes call nothing else."""
+    """Modes in which torch calls the kernels or the shape functions directly, so that these must check arguments."""
     with request.param():
         yield request.param
 
@@ -82,7 +82,7 @@ def test_errors_of_forward_are_those_of_torch(backend, context, arguments, expec
         backend.forward(*to_device(arguments, backend.device), 1e-5)
 
 
-# The operators. test_operator_calls.py finds that random wrong calls are refused with the name of an argument.
+# The operators. test_operator_calls.py tests random invalid calls, whose errors must name an argument.
 
 FORWARD = {"input": X, "normalized_shape": [3], "weight": None, "bias": None, "eps": 1e-5}
 BACKWARD = {"grad_output": X, "input": X, "normalized_shape": [3], "mean": STATISTICS, "rstd": STATISTICS}
@@ -90,11 +90,11 @@ BACKWARD |= {"weight": None, "bias": None, "output_mask": [True] * 6, "grad_sum"
 SIX_COLUMNS = {"input": torch.ones(2, 6), "normalized_shape": [6]}
 OF_IMAGES = {"input": torch.ones(2, 3, 4), "images": True}
 GATED = {"gate": X}
-OF_OTHER_DTYPE = {"gate": X.half()}  # takes another way than a gate of the input's dtype
+GATE_OF_OTHER_DTYPE = {"gate": X.half()}  # takes another path than a gate of the input's dtype
 SHAPE = "Expected {0} to be of the shape of input, but got {0} of shape {1} and input of shape [2, 3]"
 DTYPE = "Expected {0} to be of the dtype of input, but got {0} of dtype {1} and input of dtype {2}"
 
-# Operator -> the beginning of the message -> what differs from a right call.
+# Operator -> the beginning of the message -> what differs from a valid call: FORWARD or BACKWARD.
 OPERATOR_ERRORS = {
     "forward.fused": {
         SHAPE.format("residual", "[1, 3]"): {"residual": X[:1]},
@@ -153,13 +153,13 @@ OPERATOR_ERRORS = {
             "grad_output": X.half(),
             "scaled_input": X,
         },
-        DTYPE.format("grad_output", "Half", "Float"): {"grad_output": X.half()} | OF_OTHER_DTYPE,
+        DTYPE.format("grad_output", "Half", "Float"): {"grad_output": X.half()} | GATE_OF_OTHER_DTYPE,
         "Expected grad_sum to be None with a gate, but got grad_sum of shape [2, 3]": {"grad_sum": X} | GATED,
-        "Expected grad_sum to be None with a gate, but got grad_sum of": {"grad_sum": X} | OF_OTHER_DTYPE,
+        "Expected grad_sum to be None with a gate, but got grad_sum of": {"grad_sum": X} | GATE_OF_OTHER_DTYPE,
         "Expected input_scale (gate) to be None with a gate, but got input_scale (gate)": {"input_scale": W} | GATED,
-        "Expected input_scale (gate) to be None with a gate": {"input_scale": W} | OF_OTHER_DTYPE,
+        "Expected input_scale (gate) to be None with a gate": {"input_scale": W} | GATE_OF_OTHER_DTYPE,
         "Expected scaled_input to be None without an input_scale, but got scaled_input": {"scaled_input": X} | GATED,
-        "Expected scaled_input to be None without an input_scale": {"scaled_input": X} | OF_OTHER_DTYPE,
+        "Expected scaled_input to be None without an input_scale": {"scaled_input": X} | GATE_OF_OTHER_DTYPE,
     },
 }
 
@@ -169,8 +169,8 @@ OPERATOR_ERRORS = {
     [(operator, message) for operator in OPERATOR_ERRORS for message in OPERATOR_ERRORS[operator]],
 )
 def test_errors_of_operators(backend, context, operator, message):
-    right = BACKWARD if operator.startswith("backward") else FORWARD
-    arguments = to_device(right | OPERATOR_ERRORS[operator][message], backend.device)
+    valid = BACKWARD if operator.startswith("backward") else FORWARD
+    arguments = to_device(valid | OPERATOR_ERRORS[operator][message], backend.device)
     with raises(message):
         attrgetter(operator)(backend.ops)(**arguments)
 
@@ -230,7 +230,7 @@ def test_other_arguments_are_accepted_or_refused_as_by_torch(arguments):
 
 
 def test_errors_of_residual_functions():
-    """torch has no such functions. The errors are like those of its others."""
+    """torch has no such functions. The errors are worded as torch's for its own functions."""
     with raises("add_layer_norm(): argument 'residual' (position 2) must be Tensor, not str", TypeError):
         layernorm_ext.add_layer_norm(X, "residual", [3])
     with raises("add_rms_norm(): argument 'normalized_shape' (position 3) must be tuple of ints, not int", TypeError):
@@ -238,7 +238,7 @@ def test_errors_of_residual_functions():
 
 
 def assert_refused_in_every_mode(call, message):
-    """Dynamo, vmap and fake tensors take ways of their own."""
+    """Eager, inference, Dynamo, vmap and fake tensors reach the check by different paths."""
     x = torch.randn(2, 4, 4)
     for function in (call, torch.vmap(lambda x: call(x[None])), torch.compile(call, backend="eager")):
         with pytest.raises(TypeError, match=message):
@@ -268,27 +268,21 @@ def test_eps_with_a_default_must_be_a_number(norm):
     assert_refused_in_every_mode(call, rf"{name}\(\): argument 'eps'.* must be float, not NoneType$")
 
 
-@pytest.mark.parametrize("name", [name for name in layernorm_ext.__all__ if name.startswith("add_")])
-def test_a_residual_must_be_a_tensor(name):
+@pytest.mark.parametrize("name", [name for name in layernorm_ext.__all__ if name.startswith(("add_", "gated_"))])
+@pytest.mark.parametrize(
+    ("argument", "type_name", "values"),
+    [("residual", "Tensor", [None]), ("inplace", "bool", [1, None]), ("num_groups", "int", [2.0, True, "2", None])],
+)
+def test_arguments_of_wrong_types_are_refused_by_name(name, argument, type_name, values):
     function = getattr(layernorm_ext, name)
-    message = "argument 'residual'.* must be Tensor, not NoneType"
-    assert_refused_in_every_mode(lambda x: function(x, None, (4,)), message)
+    second, *others = list(inspect.signature(function).parameters)[1:]  # residual or gate
+    for value in values if argument in (second, *others) else []:
+        message = rf"{name}\(\): argument '{argument}'.* must be {type_name}, not {type(value).__name__}"
 
+        def call(x, value=value):
+            return function(**{"input": x, second: x.clone(), "normalized_shape": (4,)} | {argument: value})
 
-@pytest.mark.parametrize("inplace", [1, None], ids=repr)
-@pytest.mark.parametrize("name", [name for name in layernorm_ext.__all__ if name.startswith("add_")])
-def test_inplace_must_be_a_bool(name, inplace):
-    function = getattr(layernorm_ext, name)
-    message = rf"{name}\(\): argument 'inplace' must be bool, not {type(inplace).__name__}"
-    assert_refused_in_every_mode(lambda x: function(x, x.clone(), (4,), inplace=inplace), message)
-
-
-@pytest.mark.parametrize("num_groups", [2.0, True, "2", None], ids=repr)
-@pytest.mark.parametrize("name", ["gated_layer_norm", "gated_rms_norm"])
-def test_num_groups_must_be_an_integer(name, num_groups):
-    function = getattr(layernorm_ext, name)
-    message = rf"{name}\(\): argument 'num_groups' must be int, not {type(num_groups).__name__}"
-    assert_refused_in_every_mode(lambda x: function(x, x, (4,), num_groups=num_groups), message)
+        assert_refused_in_every_mode(call, message)
 
 
 @pytest.mark.parametrize("num_groups", [numpy.int64(2), torch.tensor(2)], ids=repr)
@@ -405,7 +399,7 @@ def test_constructors_of_gated_modules_check_their_options(cls):
             cls(8, num_groups=num_groups)
 
 
-LAYOUTS = {
+LAYOUTS = {  # how an error names the layout; the two nested layouts are named alike, but for a space in the key
     "gate of layout Sparse": lambda t: t.to_sparse(),
     "gate of layout SparseCsr": lambda t: t.expand(4, 4).to_sparse_csr(),
     "gate of layout Mkldnn": lambda t: t.to_mkldnn(),
@@ -418,7 +412,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", [name for name in layernorm_ext.__all__ if name.endswith(("_norm", "_norm_2d"))])
 def test_tensors_of_other_layouts_are_refused_by_name(name, layout):
-    """Only the input may be nested, with a residual or a gate of a gated norm; images may not."""
+    """test_nested.py has nested inputs, which functions of rows take."""
     function, x = getattr(layernorm_ext, name), torch.ones(4, 4)
     signature = inspect.signature(function)
     arguments = {"input": x, "residual": x, "gate": x if name.startswith("gated") else x[0], "normalized_shape": (4,)}
@@ -436,7 +430,7 @@ def test_tensors_of_other_layouts_are_refused_by_name(name, layout):
                 function(**wrong)
 
 
-ERRORS = FUNCTION_ERRORS | {  # fake tensors have their own check of devices
+ERRORS = FUNCTION_ERRORS | {  # fake tensors would raise torch's error of devices
     "Expected weight to be on the device of input": lambda: layer_norm(ROWS, (8,), torch.ones(8, device="meta")),
     "Expected input_scale (gate) to be on the device of input": (
         lambda: add_rms_norm(ROWS, ROWS, (8,), gate=torch.ones(8, device="meta"))
@@ -454,7 +448,7 @@ def compile_module(module):
     torch.compile(module, backend="aot_eager", fullgraph=True)(X)
 
 
-TRACERS = {  # and the operators that they record
+TRACERS = {  # a function that traces a module, and the operators that it records
     "compile": (compile_module, "kernel"),
     "compile as aten": (compile_module, "aten"),
     "export": (lambda module: torch.export.export(module, (X,), strict=False), "aten"),
@@ -475,7 +469,7 @@ def test_tracers_give_the_errors_of_eager_calls(message, call, trace, operators)
         trace(Module())
     traced_message = re.sub(r"tensor\((\d+)\)", r"\1", str(traced.value))  # torch.jit.trace makes tensors of sizes
     expected = str(eager.value).partition("\n")[0]
-    assert expected in traced_message or "Tensor device mismatch" in traced_message  # by Dynamo, of operators
+    assert expected in traced_message or "Tensor device mismatch" in traced_message  # Dynamo's own check
 
 
 # Without a CUDA device there are no CUDA tensors, so these tests call operators by dispatch key.

@@ -53,16 +53,16 @@ from support.reference import (
 
 from layernorm_ext import add_ada_layer_norm
 
-# Numbers of columns on both sides of the limits between kernels: packs, several rows at a time, tiles, chunks, parts.
+# Numbers of columns on both sides of limits: of a pack, of narrow rows, of the tiles of a GPU, and of chunks of sums.
 COLUMNS = [1, 3, 31, 32, 33, 64, 100, 257, 768, 1023, 1025, 2048, 2049, 4100, 9000, 20001]
-# Packs hold 4 to 32 pixels, blocks 64 to 256.
+# A pack of the CPU kernels has 4 to 32 pixels, and a block of pixels, whose channels are summed together, 64 to 256.
 PIXELS = [*range(1, 70), 127, 128, 129, 196, 255, 256, 257, 300, 511, 520]
 # Sums run over 16 channels at a time; 96 and 192 are widths of ConvNeXt.
 CHANNELS = [1, 2, 3, 15, 16, 17, 31, 33, 96, 192]
-IMAGES = {
-    "every tail of packs and blocks": [(2, 5, pixels) for pixels in PIXELS],
+IMAGES = {  # shapes [N, C, pixels]
+    "every tail of packs and blocks of pixels": [(2, 5, pixels) for pixels in PIXELS],
     "numbers of channels": [(n, c, p) for c in CHANNELS for n, p in ((3, 7), (2, 45), (1, 300))],
-    "shorter blocks, and too many channels for shared memory": [(2, 1100, 130), (1, 5000, 3)],
+    "shorter blocks of pixels, and too many channels for shared memory": [(2, 1100, 130), (1, 5000, 3)],
     "partial sums over several images": [(31, 3, 1), (33, 3, 2), (70, 3, 5)],
     "partial sums over one image or a part of it": [(3, 3, 31), (5, 3, 32), (20, 3, 300), (1, 3, 2000), (4, 2, 16384)],
 }
@@ -96,7 +96,7 @@ def test_images_match_float64(backend, dtypes, shapes):
 @all_dtypes
 @variants
 def test_variants_match_float64(backend, dtypes, variant):
-    """With a residual, all results except grad_input have the bits of the call on the sum."""
+    """With a residual, all results but grad_input, to which grad_sum is added, have the bits of the norm of the sum."""
     for cols in COLUMNS:
         shape = (6 if cols < 2000 else 1, cols)
         x, residual, dy, grad_sum = (amid_nans(randn(shape, dtypes[0], backend.device)) for _ in range(4))
@@ -124,7 +124,7 @@ def test_samples_match_float64(backend, dtypes, batches):
 @pytest.mark.parametrize("name", ["shared", "per sample", "outer and inner dimension"])
 @rms_or_not
 def test_float32_residual_matches_float64(backend, dtypes, name, rms):
-    """The output is rounded once, from the unrounded sum. The gradient of the sum is float32."""
+    """The norm reads the sum in float32, not rounded to 16 bits. The gradient of the sum is float32 too."""
     for cols in (5, 100, 1025, 4100):
         x, dy, w, b = arguments(BATCH_SIZES[name], cols, dtypes, backend.device, amid_nans)
         residual, grad_sum = (amid_nans(randn(x.shape, F32, backend.device) * 4) for _ in range(2))
@@ -142,14 +142,16 @@ def test_float32_residual_matches_float64(backend, dtypes, name, rms):
 def test_absent_parameters_and_masks(backend, run, dtypes, rms):
     """A gradient that is not requested is None. The others do not depend on the mask."""
     variant = {"rms": rms, "zero_centered_weight": rms}
-    presence = [((rows,), w, b) for rows, w, b in itertools.product((3, 600), ((), None), ((), None))]
-    cases = [(batches, cols) for batches in presence for cols in (40, 1100, 5000) if batches[0] == (3,) or cols == 40]
-    is_of_rows = run is not run_pixels  # images have no residual, and parameters per image at most
-    sizes = [each for name, each in BATCH_SIZES.items() if is_of_rows or "per sample" in name or name == "shared"]
-    for batches, cols in [*cases, *((each, 40) for each in sizes)]:
+    shared = [((rows,), w, b) for rows, w, b in itertools.product((3, 600), ((), None), ((), None))]
+    cases = [(batches, cols) for batches in shared for cols in (40, 1100, 5000) if batches[0] == (3,) or cols == 40]
+    takes_images = run is run_pixels  # these have no residual, and no parameters that vary within an image
+    for name, batches in BATCH_SIZES.items():
+        if not takes_images or "per sample" in name or name == "shared":
+            cases.append((batches, 40))
+    for batches, cols in cases:
         x, dy, w, b = arguments(batches, cols, dtypes, backend.device)
         residual, grad_sum = (randn(x.shape, dtypes[0], backend.device) for _ in range(2))
-        options = {"residual": residual, "grad_sum": grad_sum, **variant} if is_of_rows else variant
+        options = variant if takes_images else {"residual": residual, "grad_sum": grad_sum, **variant}
         results = run(backend, x, dy, w, b, **options)
         check(results, x, dy, w, b, context=(batches, cols), **options)
         for mask in MASKS:
@@ -160,11 +162,11 @@ def test_absent_parameters_and_masks(backend, run, dtypes, rms):
 @data_dtypes
 @rms_or_not
 def test_in_place_addition_replaces_the_residual_by_the_sum(backend, dtype, rms):
-    """The layout of the residual changes no bit, nor do rows that are read twice because they overflow."""
+    """Residuals of any layout give the bits of the sum in a new tensor, also where kernels read a row twice."""
     for cols in (40, 1100, 5000):
         x, residual, w, b = (randn((4, cols), dtype, backend.device) for _ in range(4))
         if dtype == F32:
-            x[1] *= 1e37  # squares overflow
+            x[1] *= 1e37  # its squares overflow, so the row is read a second time
         expected = backend.ops.forward.fused(x, (cols,), w[0], b[0], 1e-5, residual, rms=rms)
         for r in (residual.clone(), amid_nans(residual), transposed(residual)):
             version = r._version
@@ -176,7 +178,7 @@ def test_in_place_addition_replaces_the_residual_by_the_sum(backend, dtype, rms)
 # Parameters of other dtypes
 
 FLOATS = [F64, F32, F16, BF16]
-# Input, weight and bias: every combination without a kernel.
+# Input, weight and bias: every combination without kernels of its own.
 TRIPLES = [(x, w, b) for x, w, b in itertools.product(FLOATS, repeat=3) if w != b or (x, w) not in DTYPES]
 
 
@@ -186,13 +188,14 @@ def test_parameters_of_other_dtypes_match_float64(backend, dtypes, rms):
     """The results also have the bits that they have for parameters converted to the accumulation type beforehand.
 
     The gradient of an absent parameter, if requested, has the dtype of the other one.
-    Rounding a float64 parameter to float32 adds 2^-24 of a term to bounds of 8 such roundings, of which random rows
-    reach half. test_functions.py tests derivatives, images and residuals with such dtypes.
+    The bounds do not allow for the conversion of a float64 parameter to float32, one more rounding of 2^-24. They hold
+    because they are 8 such roundings, of which random rows reach half. test_functions.py tests derivatives, images and
+    residuals with such dtypes.
     """
     options = {"rms": rms, "zero_centered_weight": rms}
     for name in ("shared", "per sample", "outer and inner dimension"):
         x, dy, w, b = arguments(BATCH_SIZES[name], 40, dtypes, backend.device)
-        w = w.abs() if rms else w  # near -1, the sum 1 + w would lose the digits of a rounded weight
+        w = w.abs() if rms else w  # 1 + w would magnify the relative error of rounding a weight near -1
         results = run(backend, x, dy, w, b, **options)
         check(results, x, dy, w, b, context=(name,), **options)
         converted = [parameter.to(statistics_dtype(x.dtype)) for parameter in (w, b)]
@@ -211,17 +214,17 @@ def test_parameters_of_other_dtypes_match_float64(backend, dtypes, rms):
 @layer_variants
 def test_gradients_from_the_output_match_float64(backend, dtypes, variant):
     """The bound is the documented one: the error of xhat that rounding of the output causes."""
-    centre = int(variant["zero_centered_weight"])
+    center = int(variant["zero_centered_weight"])  # the weight is stored less 1
     names = ("per sample", "per row", "outer and inner dimension", "weight per sample, bias shared")
     cases = [((3,), *present) for present in (((), ()), ((), None), (None, ()))]
     cases = [*itertools.product(cases, (5, 200, 1100, 5000), (0.5, 2.0**-16))]
     cases += [*itertools.product((BATCH_SIZES[name] for name in names), (5, 200, 1100), (0.5,))]
-    for batches, cols, smallest in cases:
+    for batches, cols, smallest in cases:  # smallest: of the weights, which divide
         x, dy, w, b = arguments(batches, cols, dtypes, backend.device)
         x, dy = x + 1, dy + 1
         if w is not None:
-            w = torch.where(w.abs() < smallest, smallest, w) - centre
-            w = w.clamp(-0.5) if centre else w  # near -1, the sum 1 + w would lose its digits
+            w = torch.where(w.abs() < smallest, smallest, w) - center
+            w = w.clamp(-0.5) if center else w  # 1 + w would magnify the relative error of a weight near -1
         results = run(backend, x, dy, w, b, memory_efficient=True, **variant)
         error = xhat_error_from_output(*(broadcast_rows(t, x.shape[:-1]) for t in (x, w, b)), **variant)
         check(results, x, dy, w, b, context=(batches, cols, smallest), xhat_error=error, **variant)
@@ -230,14 +233,17 @@ def test_gradients_from_the_output_match_float64(backend, dtypes, variant):
 @all_dtypes
 @layer_variants
 def test_weights_below_2_to_the_minus_16_give_nan(backend, dtypes, variant):
-    """All of grad_input is NaN, and the gradient of that weight. A weight of 2^-16 gives finite gradients."""
-    centre = int(variant["zero_centered_weight"])
+    """Backward from the output divides by the weights, and refuses to magnify errors by more than 2^16.
+
+    All of grad_input is NaN, and the gradient of that weight.
+    """
+    center = int(variant["zero_centered_weight"])
     for cols, size in itertools.product((5, 200, 1100, 5000), (2.0**-16, 2.0**-17, -(2.0**-17), 0.0)):
-        if centre and size and dtypes[1].itemsize == 2:
+        if center and size and dtypes[1].itemsize == 2:
             continue  # size - 1 rounds to -1
         x, dy = (randn((3, cols), dtypes[0], backend.device) for _ in range(2))
-        w = torch.full((cols,), 0.5 - centre, dtype=dtypes[1], device=backend.device)
-        w[cols // 2] = size - centre
+        w = torch.full((cols,), 0.5 - center, dtype=dtypes[1], device=backend.device)
+        w[cols // 2] = size - center
         results = run(backend, x, dy, w, memory_efficient=True, **variant)
         if abs(size) < 2.0**-16:
             assert results.grad_input.isnan().all() and results.grad_weight[cols // 2].isnan(), (cols, size)
@@ -264,7 +270,7 @@ def test_host_code_reads_no_tensor_values(backend):
     assert called.isdisjoint({"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"})
 
 
-# Inputs with two row strides
+# Inputs that are read where they are, because their rows are contiguous
 
 
 def copies(function):

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 @rms_or_not
 @pytest.mark.parametrize("offset", [0, 1000])
 def test_weights_of_any_size(backend, run, dtypes, rms, offset):
-    """The error is relative to the weight, without a bias and with one, however small or large."""
+    """The error of an output is relative to its own weight and bias, which are 1e-4 to 1e4 in the same row."""
     for rows, cols in ((500, 64), (200, 768), (20, 5000)):
         x = randn((rows, cols), dtypes[0], backend.device, offset)
         largest = 3 if dtypes[0] == F16 else 4  # output of fp16 stays below 65504
@@ -51,10 +51,10 @@ def test_weights_of_any_size(backend, run, dtypes, rms, offset):
 def test_ties_round_to_even(backend, dtypes, cols):
     """A row of 1 and -1 is its own xhat, so that the output is +-weight + bias, here halfway between two numbers.
 
-    The output is a function of the position as well, which shows parameters that are exchanged.
+    Weight and bias differ in each column, so that parameters of other columns would show.
     """
     dtype, parameter_dtype = dtypes
-    unit = torch.finfo(dtype).eps  # distance between the numbers above 1
+    unit = torch.finfo(dtype).eps  # the distance between the numbers from 1 to 2
     sign = 1.0 - 2 * ((torch.arange(5)[:, None] + torch.arange(cols)) % 2).double()
     w, b = 1 + unit * torch.randint(0, 64, (cols,)).double(), unit * (torch.randint(0, 64, (cols,)) + 0.5).double()
     x, *parameters = (t.to(backend.device) for t in (sign.to(dtype), w.to(parameter_dtype), b.to(parameter_dtype)))
@@ -65,7 +65,7 @@ def test_ties_round_to_even(backend, dtypes, cols):
 
 @pytest.mark.parametrize("dtype", [F64, F32], ids=dtypes_id)
 def test_values_a_few_units_apart(backend, dtype):
-    """The mean of values that differ in their last bits cannot be represented any better than the values."""
+    """Rounding the mean of values that differ only in their last bits takes as much as the deviations from it."""
     for exponent in (0, 10, 20):
         one = torch.tensor(2.0**exponent, dtype=dtype)
         unit = torch.finfo(dtype).eps * one
@@ -89,12 +89,14 @@ def test_sums_that_round_in_one_direction(backend, dtype, cols, outliers):
 
 @data_dtypes
 @pytest.mark.parametrize("first", [1, 4, 8, 16, 32, 64])
-@pytest.mark.parametrize("scale", [0, 1e-3, 1], ids="scale={}".format)
-def test_rows_that_begin_with_other_values(backend, dtype, first, scale):
-    """The CPU kernels estimate a row's mean from its first values. Without noise, mean(x - estimate)^2 / variance is
-    about cols / first - 1, and the estimate is refused if this exceeds 1."""
+@pytest.mark.parametrize("noise", [0, 1e-3, 1], ids="noise={}".format)
+def test_rows_that_begin_with_other_values(backend, dtype, first, noise):
+    """The CPU kernels estimate a row's mean from its first values, and try again if (mean - estimate)^2 > variance.
+
+    The ratio of both is about cols / first - 1 without noise: 1 for the numbers of columns near 2 * first.
+    """
     for cols in (first + 1, 2 * first - 1, 2 * first, 2 * first + 1, 3 * first, 100, 1000, 5000):
-        x = scale * torch.randn(20, cols, dtype=F64) + torch.logspace(-2, 1, 20, dtype=F64)[:, None]
+        x = noise * torch.randn(20, cols, dtype=F64) + torch.logspace(-2, 1, 20, dtype=F64)[:, None]
         x[:, :first] += torch.logspace(-1, 4, 20, dtype=F64)[:, None]
         x = x.to(dtype).to(backend.device)
         check_forward(backend.forward(x, (cols,), None, None, 1e-5), x, context=(cols,))
@@ -102,7 +104,7 @@ def test_rows_that_begin_with_other_values(backend, dtype, first, scale):
 
 @data_dtypes
 def test_random_constant_rows_give_zero(backend, dtype):
-    """A thousand constants of several magnitudes, in rows of 21 widths, find means that are rarely inexact."""
+    """The mean of a constant row must be exact. An inexact one is rare, hence a thousand constants and 21 widths."""
     constants = torch.randn(1000, 1, dtype=F64) * torch.logspace(-3, 4, 1000, dtype=F64)[:, None]
     for cols in range(1, 500, 24):
         x = constants.to(dtype).to(backend.device).expand(1000, cols)
@@ -110,7 +112,7 @@ def test_random_constant_rows_give_zero(backend, dtype):
 
 
 def test_nan_parameters_give_nan(backend):
-    """Rounding this float32 NaN to bf16 by adding to its bits would carry into the sign and give zero."""
+    """Adding half a unit to the bits of this float32 NaN, as conversions to bf16 round, would carry and give -0."""
     nan = torch.full((64,), 0x7FFFFFFF, dtype=torch.int32).view(F32).to(backend.device)
     x = randn((2, 64), BF16, backend.device)
     assert backend.forward(x, (64,), nan, None, 1e-5)[0].isnan().all()
@@ -121,7 +123,7 @@ def test_nan_parameters_give_nan(backend):
 @pytest.mark.parametrize("cols", [5, 64, 100, 1000])
 @rows_and_images
 def test_subnormal_numbers_are_kept(backend, run, dtypes, cols):
-    """In input, parameters and output. AVX-512's own conversion to bf16 flushes them to zero."""
+    """In input, parameters and output. The conversion to bf16 that AVX-512 has flushes them to zero."""
     dtype, parameter_dtype = dtypes
     smallest = torch.finfo(dtype).smallest_normal
     if dtype == F16:  # the reciprocal of bf16's subnormal numbers is infinite in float32
@@ -141,18 +143,16 @@ def test_subnormal_numbers_are_kept(backend, run, dtypes, cols):
 @output_dtypes
 @pytest.mark.parametrize("megabytes, cols", [(8, 64), (8, 513), (17, 4112), (17, 8224), (17, 16385)])
 def test_large_arrays(backend, dtypes, megabytes, cols):
-    """A CPU reads rows one by one, or two at a time, and writes around the caches if arrays are large.
+    """A large array has the bits of its sixteenths, for which CPU loops take more rows at a time and write to caches.
 
-    The bits are the same. 4112 columns are a multiple of 64 bytes, but not of the unit of the loops; rows of 16385 are
-    not aligned.
+    4112 columns are a multiple of 64 bytes, but not of two packs; rows of 16385 are not aligned.
     """
     if backend.name not in ("cpu", "cuda"):
         pytest.skip("the CUDA kernels write outputs of all sizes alike")
     x, dy, w, b = random_args(backend, dtypes, (megabytes << 20) // (cols * dtypes[0].itemsize) + 1, cols)
     results = run(backend, x, dy, w, b)
-    for part in torch.arange(len(x)).chunk(16):
-        of_part = run(backend, x[part], dy[part], w, b)
-        assert_same_bits(of_part.rows(), results.rows(part))
+    for rows in torch.arange(len(x)).chunk(16):
+        assert_same_bits(run(backend, x[rows], dy[rows], w, b).rows(), results.rows(rows))
 
 
 def test_nothing_is_written_outside_the_results(backend):
@@ -169,6 +169,7 @@ def test_nothing_is_written_outside_the_results(backend):
 
 
 def run_all_tails():
+    """Write results of every number of columns and pixels at the end of a pack."""
     cpu = installed("cpu")
     for dtypes in DTYPES:
         for cols in [*range(1, 131), 255, 257, 513, 1025, 1087, 1100, 1215, 4097, 5000]:
@@ -182,9 +183,9 @@ def run_all_tails():
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=dtypes_id)
 def test_every_float32_rounds_as_torch_rounds_it(backend, dtype):
     """A weight of zero makes the output the bias: random bits, halfway cases, subnormal numbers and overflow."""
-    halfway = torch.arange(-(2**15), 2**15, 61, dtype=torch.int32) * 2**16 + 2**15  # between two bfloat16 numbers
-    around = torch.cat([halfway + more for more in (-1, 0, 1)] + [torch.randint(-(2**31), 2**31, (20_000,))])
-    b = torch.cat([around.to(torch.int32).view(F32), torch.arange(-5000, 5000) * 2.0**-26])  # of fp16's smallest 2^-24
+    halfway = torch.arange(-(2**15), 2**15, 61, dtype=torch.int32) * 2**16 + 2**15  # bits between two bfloat16 numbers
+    bits = torch.cat([halfway + more for more in (-1, 0, 1)] + [torch.randint(-(2**31), 2**31, (20_000,))])
+    b = torch.cat([bits.to(torch.int32).view(F32), torch.arange(-5000, 5000) * 2.0**-26])  # fp16's smallest is 2^-24
     b = b[b.isfinite()].to(backend.device)
     x = randn((2, len(b)), dtype, backend.device)
     y, _, _ = backend.forward(x, (len(b),), torch.zeros_like(b), b, 1e-5)

@@ -29,16 +29,9 @@ from support.reference import (
 from torch.nn import functional as F
 
 import layernorm_ext
-from layernorm_ext import (
-    add_layer_norm,
-    gated_layer_norm,
-    gated_rms_norm,
-    layer_norm,
-    rms_norm,
-    trace_as,
-)
+from layernorm_ext import add_layer_norm, gated_layer_norm, gated_rms_norm, layer_norm, rms_norm, trace_as
 
-ALL = [True] * 6  # output_mask
+ALL = [True] * 6  # output_mask of backward, with the gradients of gates
 
 
 # Gates beside a residual
@@ -60,6 +53,7 @@ gates = pytest.mark.parametrize("batches", GATES.values(), ids=GATES)
 
 
 def check_gated_residual(backend, x, residual, weight, bias, gate, dy, grad_sum, **variant):
+    """Check both operators for the norm of gate * x + residual."""
     inputs = {"residual": residual, "input_scale": gate, "grad_sum": grad_sum, **variant}
     results = run(backend, x, dy, weight, bias, EPS, mask=ALL, **inputs)
     assert results.grad_gate is None and None not in (results.grad_scaled_input, results.grad_input_scale)
@@ -69,13 +63,13 @@ def check_gated_residual(backend, x, residual, weight, bias, gate, dy, grad_sum,
 def gated_residual_arguments(backend, batches, cols, dtypes, gate_dtype=None):
     """Return input, residual, weight, bias, gate, grad_output and grad_sum, surrounded by NaN."""
     dtype, parameter_dtype, residual_dtype = dtypes
-    batch, of_weight, of_gate = batches
+    batch, weight_batch, gate_batch = batches
 
-    def draw(shape, dtype):
-        return amid_nans(randn((*shape, cols), dtype, backend.device))
+    def draw(batch, dtype):
+        return amid_nans(randn((*batch, cols), dtype, backend.device))
 
-    w, b = (None if of_weight is None else draw(of_weight, parameter_dtype) for _ in range(2))
-    gate = draw(of_gate, gate_dtype or parameter_dtype)
+    w, b = (None if weight_batch is None else draw(weight_batch, parameter_dtype) for _ in range(2))
+    gate = draw(gate_batch, gate_dtype or parameter_dtype)
     return draw(batch, dtype), draw(batch, residual_dtype), w, b, gate, draw(batch, dtype), draw(batch, residual_dtype)
 
 
@@ -90,7 +84,7 @@ def test_gated_residual_matches_float64(backend, dtypes, batches):
 @pytest.mark.parametrize("gate_dtype", [F64, F32, F16, BF16], ids=dtypes_id)
 @pytest.mark.parametrize("dtypes", [(F64,) * 3, (F32,) * 3, (F16,) * 3, (BF16, F32, F32)], ids=dtypes_id)
 def test_gates_of_other_dtypes_match_float64(backend, dtypes, gate_dtype):
-    """Rounding a float64 gate to float32 changes no result by more than the bounds, of which random rows need half."""
+    """A float64 gate may be rounded to float32: check_sum() allows for it in its bound."""
     for name in ("shared", "per sample"):
         check_gated_residual(backend, *gated_residual_arguments(backend, GATES[name], 40, dtypes, gate_dtype))
 
@@ -99,23 +93,23 @@ def test_gates_of_other_dtypes_match_float64(backend, dtypes, gate_dtype):
 @pytest.mark.parametrize("rows", [5, 700])
 def test_expanded_parameters_have_a_gradient_for_each_sample(backend, dtypes, rows):
     x, residual, *parameters, dy, grad_sum = gated_residual_arguments(backend, ((3, rows), (), ()), 40, dtypes)
-    for expanded in ({0, 1}, {2}, {0, 1, 2}):  # weight and bias; the gate
-        own = [p.clone().expand(3, 1, 40) if i in expanded else p for i, p in enumerate(parameters)]  # aligned
-        check_gated_residual(backend, x, residual, *own, dy, grad_sum)
+    for expanded in ({0, 1}, {2}, {0, 1, 2}):  # weight and bias; the gate; all
+        views = [p.clone().expand(3, 1, 40) if i in expanded else p for i, p in enumerate(parameters)]  # aligned
+        check_gated_residual(backend, x, residual, *views, dy, grad_sum)
 
 
 def test_a_gate_of_ones_changes_no_bit(backend):
     x, residual, w, b, _, dy, grad_sum = gated_residual_arguments(backend, GATES["shared"], 100, (F32, F32, F32))
-    gate, forward = torch.ones(100, device=backend.device), backend.ops.forward.fused
-    expected, results = (forward(x, (100,), w, b, EPS, residual, None, scale) for scale in (None, gate))
+    ones, forward = torch.ones(100, device=backend.device), backend.ops.forward.fused
+    expected, results = (forward(x, (100,), w, b, EPS, residual, None, input_scale) for input_scale in (None, ones))
     assert_same_bits(results, expected)
     arguments = (dy, expected[1], (100,), *expected[2:], w, b)
     plain = backend.backward(*arguments, [True] * 3, grad_sum)
-    gradients = backend.ops.backward(*arguments, ALL, grad_sum, None, gate, x)
-    assert_same_bits(gradients[:5], [*plain, None, plain[0]])
-    for index in range(6):  # each alone
+    gradients = backend.ops.backward(*arguments, ALL, grad_sum, None, ones, x)
+    assert_same_bits(gradients[:5], [*plain, None, plain[0]])  # of gate None, and of scaled_input as of the sum
+    for index in range(6):  # each gradient alone
         mask = [i == index for i in range(6)]
-        some = backend.ops.backward(*arguments, mask, grad_sum, None, gate, x)
+        some = backend.ops.backward(*arguments, mask, grad_sum, None, ones, x)
         assert_same_bits(some, [g if m else None for g, m in zip(gradients, mask, strict=True)], mask)
 
 
@@ -144,7 +138,7 @@ gated_norms = pytest.mark.parametrize(
 @gated_norms
 @rms_or_not
 def test_gated_norm_matches_float64(backend, dtypes, options, rms):
-    """NaN around the rows appears in the results if a kernel reads it. The gate has a row stride of its own."""
+    """NaN around the rows appears in the results if a kernel reads it. The row stride of the gate differs from x's."""
     for rows, cols in ((7, 3), (6, 64), (9, 100), (300, 40), (5, 1025), (3, 4100), (1, 20001)):
         x, dy = (amid_nans(randn((rows, cols), dtypes[0], backend.device)) for _ in range(2))
         gate = amid_nans(2 * randn((rows, cols), dtypes[0], backend.device), gap=cols)
@@ -156,20 +150,20 @@ def test_gated_norm_matches_float64(backend, dtypes, options, rms):
 @pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=dtypes_id)
 @gated_norms
 def test_gates_of_gated_norms_may_have_other_dtypes(backend, dtype, gate_dtype, options):
-    """A float64 gate beside a narrower input is rounded to float32: a relative error of 2^-24 and one of z."""
     x, dy, w, b = (randn(shape, dtype, backend.device) for shape in ((9, 40), (9, 40), (40,), (40,)))
-    gate = randn((9, 40), F32, backend.device).to(gate_dtype)
+    gate = randn((9, 40), F32, backend.device).to(gate_dtype)  # kernels round a float64 gate beside a narrower input
     check_gated_norm(backend, x, gate, w, b, dy, rms=False, **options)
 
 
 def whole_range(dtype):
-    """Return all numbers of a 16-bit dtype, or numbers of all exponents and signs, and many near the limits of exp."""
+    """Return all numbers of a 16-bit dtype, or some of all exponents and signs, and many for which exp is finite."""
     if dtype in (F16, BF16):
         return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     integers = torch.int32 if dtype == F32 else torch.int64
     info = torch.iinfo(integers)
+    # Integers at equal distances, whose bits are read as numbers. The largest integer is not a double.
     bits = np.linspace(info.min, info.max, 200_001, dtype=np.float64).clip(info.min, info.max * (1 - 2.0**-50))
-    limit = 110 if dtype == F32 else 750
+    limit = 110 if dtype == F32 else 750  # exp(limit) is infinite, and exp(-limit) zero
     return torch.cat(
         [torch.from_numpy(bits).to(integers).view(dtype), torch.linspace(-limit, limit, 200_001).to(dtype)]
     )
@@ -178,11 +172,11 @@ def whole_range(dtype):
 @data_dtypes
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activation_over_the_whole_range(backend, dtype, activation):
-    """The errors of f(z) and f'(z) are those of reference.py, and one rounding to a 16-bit dtype.
+    """The errors of f(z) and f'(z) for the gate z, without those of the norm: xhat, its weight and dy are 1.
 
     A subnormal exp(-|z|), by which silu multiplies z, is off by half of the smallest number on a CPU, and may be zero
-    on a GPU. The error of f'(z) is relative to the magnitudes of its terms, because it has a zero. NaN and infinities
-    give torch's results.
+    on a GPU. The error of f'(z) is relative to the magnitudes of its terms, because f' is zero for some z. NaN and
+    infinities give torch's results.
     """
     z = whole_range(dtype)
     z, special = z[z.isfinite()], torch.tensor([torch.inf, -torch.inf, torch.nan], dtype=dtype)
@@ -192,38 +186,38 @@ def test_activation_over_the_whole_range(backend, dtype, activation):
     mask = [False, False, False, True, False, False]
     *_, dz, _, _ = backend.ops.backward(ones, ones, (64,), None, rstd, None, None, mask, None, z, **options)
 
-    wide, arithmetic = exact(z[:-3]), statistics_dtype(dtype)
+    finite, arithmetic = exact(z[:-3]), statistics_dtype(dtype)
     with np.errstate(over="ignore", under="ignore"):
-        p, q, terms = activate(wide, activation == "sigmoid")
+        f, derivative, abs_terms = activate(finite, activation == "sigmoid")
     smallest = torch.finfo(arithmetic).smallest_normal * (torch.finfo(arithmetic).eps if backend.name == "cpu" else 1)
-    tiny = smallest * (1 + (np.abs(wide) if activation == "silu" else 1))
-    roundings = (4, 6) if backend.name == "cpu" else ACTIVATION["cuda"]
-    results = ("output", y, p, np.abs(p)), ("grad_gate", dz, q, terms)
-    for (name, actual, value, size), largest in zip(results, roundings, strict=True):
-        error = largest * unit(dtype) * size + tiny
+    underflow = smallest * (1 + (np.abs(finite) if activation == "silu" else 1))
+    roundings = (4, 6) if backend.name == "cpu" else ACTIVATION["cuda"]  # the CPU kernels reach 3.8 and 5.2
+    results = ("output", y, f, np.abs(f)), ("grad_gate", dz, derivative, abs_terms)
+    for (name, actual, value, magnitude), count in zip(results, roundings, strict=True):
+        error = count * unit(dtype) * magnitude + underflow
         assert_within(actual[:-3], value, error + rounding(dtype, value, error, arithmetic), name)
-    wide = special.double().requires_grad_()
-    expected = ACTIVATIONS[activation](wide)
-    (gradient,) = torch.autograd.grad(expected.sum(), wide)
-    for actual, right in ((y, expected.detach()), (dz, gradient)):
-        torch.testing.assert_close(actual[-3:, 0].double().cpu(), right, rtol=0, atol=0, equal_nan=True)
+    leaf = special.double().requires_grad_()
+    expected = ACTIVATIONS[activation](leaf)
+    (gradient,) = torch.autograd.grad(expected.sum(), leaf)
+    for actual, exact_value in ((y, expected.detach()), (dz, gradient)):
+        torch.testing.assert_close(actual[-3:, 0].double().cpu(), exact_value, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("gate_first", [False, True])
 @pytest.mark.parametrize("num_groups", [1, 2, 3, 12])
 @pytest.mark.parametrize("parameter_shape", [(12,), (4, 1, 12)], ids=str)
-def test_groups_have_the_bits_of_norms_apart(gate_first, num_groups, parameter_shape):
+def test_groups_have_the_bits_of_separate_norms(gate_first, num_groups, parameter_shape):
     x, gate, w, b = (torch.randn(shape) for shape in ((4, 9, 12), (4, 9, 12), parameter_shape, parameter_shape))
 
     def group(t, i):
+        """Return the columns of a group."""
         return None if t is None else t.unflatten(-1, (num_groups, -1))[..., i, :]
 
-    for each in (gate, None):
-        y = gated_layer_norm(x, each, (12,), w, b, gate_first=gate_first, num_groups=num_groups)
+    for z in (gate, None):
+        y = gated_layer_norm(x, z, (12,), w, b, gate_first=gate_first, num_groups=num_groups)
         for i in range(num_groups):
-            of_group = [group(t, i) for t in (x, each, w, b)]
-            shape = (12 // num_groups,)
-            expected = gated_layer_norm(*of_group[:2], shape, *of_group[2:], gate_first=gate_first)
+            x_i, z_i, w_i, b_i = (group(t, i) for t in (x, z, w, b))
+            expected = gated_layer_norm(x_i, z_i, (12 // num_groups,), w_i, b_i, gate_first=gate_first)
             assert_same_bits([group(y, i)], [expected])
 
 
@@ -235,6 +229,7 @@ ANOTHER_ORDER = {"rtol": 1e-12, "atol": 1e-12}
 @pytest.mark.parametrize("mode", ["eager", "kernel", "aten"])
 @pytest.mark.parametrize("has_gate", [False, True])
 def test_one_parameter_of_groups_may_be_shared_by_all_rows(shapes, mode, has_gate):
+    """While the other one is per sample, per position or per row."""
     x, w, b = (torch.randn(shape, dtype=F64, requires_grad=True) for shape in ((4, 9, 12), *shapes))
     gate = torch.randn(4, 9, 12, dtype=F64) if has_gate else None
 
@@ -249,8 +244,8 @@ def test_one_parameter_of_groups_may_be_shared_by_all_rows(shapes, mode, has_gat
     torch.testing.assert_close(next(gradients), next(gradients), **ANOTHER_ORDER)
 
 
-def test_without_a_gate_it_is_the_plain_norm():
-    """For modules as well; the residual of a first block is zero."""
+def test_without_a_gate_gated_norms_are_plain_norms():
+    """A module with a residual, which the first block of a model does not have, takes it as zero."""
     x, w, b = torch.randn(3, 8), torch.randn(8), torch.randn(8)
     for options in ({}, {"activation": "sigmoid"}, {"gate_first": True}, {"zero_centered_weight": True}):
         plain = {name: value for name, value in options.items() if name == "zero_centered_weight"}

@@ -18,10 +18,10 @@ from layernorm_ext import _C
 TESTS = Path(__file__).parent
 FILES = [str(TESTS / f"test_{name}.py") for name in ("bits", "forward", "backward", "family", "invariance")]
 
-# The instruction set changes the width of vectors, and so all tails; conversions; aligned stores; and the order of
-# summation. These dtypes cover each conversion, and bfloat16 all stores. Tests of NaN, of rounding, of promised errors
-# and of writes outside run with all dtypes. Layouts, samples and options concern the host's code, and loops that are
-# the same for each set; test_bits.py runs every member of the family.
+# The instruction set changes the width of vectors, and with it the tails of rows, conversions between dtypes, aligned
+# stores, and the order of summation. The dtypes of the first line cover each conversion, and bfloat16 all stores. Tests
+# of NaN, of rounding, of promised errors and of writes outside of results run with all dtypes. The tests that are left
+# out concern the host's code, or loops that are the same for each set; test_bits.py runs every member of the family.
 SELECTED = (
     "(fp64 or fp16-fp32 or bf16-fp32 or nan or round or recorded or outside or equal_terms)"
     " and not (numbers_of_rows or large_means or mask or threads or layout or other_dtypes or empty or samples"
@@ -30,15 +30,15 @@ SELECTED = (
 )
 
 SETS = ["DEFAULT", "AVX2", "AVX512"]
-own = torch.backends.cpu.get_cpu_capability()
+best = torch.backends.cpu.get_cpu_capability()
 
 
 def test_best_set_is_used():
-    assert _C.cpu_capability() == (own if own in SETS else "DEFAULT")
+    assert _C.cpu_capability() == (best if best in SETS else "DEFAULT")
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("capability", SETS[: SETS.index(own)] if own in SETS else [])
+@pytest.mark.parametrize("capability", SETS[: SETS.index(best)] if best in SETS else [])
 def test_lesser_set(capability):
     options = ["-k", SELECTED, "-m", "not integration", "-p", "no:cacheprovider"]
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability.lower()}

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from support.backends import ALL, assert_same_bits, installed, run, run_images, run_pixels
-from support.family import MEMBERS
+from support.family import MEMBERS, with_gradients
 from support.inputs import (
     LAYOUTS,
     all_dtypes,
@@ -46,7 +46,7 @@ def channels_last(t):
 
 
 def sliced_channels_last(images):
-    """Return a view that is not dense; the results are."""
+    """Return a view with gaps between pixels, which results do not have."""
     images = channels_last(images)
     return torch.cat([images, images], 1)[:, images.shape[1] :]
 
@@ -55,7 +55,7 @@ def sliced_channels_last(images):
 @pytest.mark.parametrize("normalized_shape", [(10,), (4, 10)], ids=str)
 @pytest.mark.parametrize("layout", [*LAYOUTS, transposed_batch, channels_last])
 def test_layout(backend, dtypes, normalized_shape, layout):
-    """`input`, `grad_output`, both or the parameters have the layout. The output and `grad_input` are contiguous."""
+    """Input, grad_output, both or the parameters have the layout. All results are contiguous."""
     x, dy = (randn((2, 6, 4, 10), dtypes[0], backend.device) for _ in range(2))
     w, b = (randn(normalized_shape, dtypes[1], backend.device) for _ in range(2))
     expected = run(backend, x, dy, w, b, normalized_shape=normalized_shape)
@@ -84,14 +84,17 @@ def test_alignment_and_row_stride(backend, dtypes, cols):
 @data_dtypes
 @pytest.mark.parametrize("layout", [*LAYOUTS, transposed_pixels, sliced_channels_last])
 def test_layout_of_images(backend, dtype, layout):
-    """Dense layouts are kept, with the bits of rows. The statistics may have any layout too."""
+    """Results have the strides of torch.empty_like(input), and the bits of contiguous or channels_last images.
+
+    The statistics that backward gets may have any layout too.
+    """
     x, dy, w, b = random_args(backend, (dtype, dtype), 2, 6, 4, 10)
-    keeps_layout = layout in (transposed, transposed_pixels, sliced_channels_last)
+    # The kernels for rows normalize images of these layouts, as those that are channels_last.
+    takes_kernels_for_rows = layout in (transposed, transposed_pixels, sliced_channels_last)
     for views in ((layout(x), dy), (x, layout(dy))):
-        as_rows = keeps_layout and views[1] is dy
-        copy = channels_last(x) if as_rows else x
+        same_kernels = channels_last(x) if takes_kernels_for_rows and views[1] is dy else x
         results = run_images(backend, *views, w, b)
-        assert_same_bits(results, run_images(backend, copy, dy, w, b))
+        assert_same_bits(results, run_images(backend, same_kernels, dy, w, b))
         assert results.output.stride() == results.grad_input.stride() == torch.empty_like(views[0]).stride()
     for images in (x, channels_last(x)):
         results = run_images(backend, images, dy, w, b)
@@ -100,7 +103,8 @@ def test_layout_of_images(backend, dtype, layout):
         assert_same_bits(gradients, results.gradients)
 
 
-# Each of these functions returns a view whose rows are apart from batch to batch, so that kernels divide the rows.
+# Each of these functions returns a view [N, M, cols] whose rows are not at equal distances: the next n is farther away,
+# or nearer, than the next m. Kernels divide the number of a row by M to find it.
 STRIDED = {
     "first rows": lambda t: torch.cat([t, t], 1)[:, : t.size(1)],
     "last rows": lambda t: torch.cat([t, t], 1)[:, t.size(1) :],
@@ -111,7 +115,7 @@ STRIDED = {
 @pytest.mark.parametrize("strided", STRIDED.values(), ids=STRIDED)
 @pytest.mark.parametrize("dtypes", DTYPES, ids=dtypes_id)
 @pytest.mark.parametrize("batch", [(400, 5), (67, 30), (30, 67), (3, 700)], ids=str)
-def test_rows_apart(dtypes, batch, strided):
+def test_rows_at_two_distances(dtypes, batch, strided):
     """The weight gradients are sums of the same rows in the same order as in contiguous tensors."""
     cpu = installed("cpu")
     for cols in (1, 5, 64, 100, 300):
@@ -130,7 +134,7 @@ def test_rows_apart(dtypes, batch, strided):
 
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16)], ids=dtypes_id)
 @pytest.mark.parametrize("batch, cols", [((1700, 5), 600), ((9, 30), 1500), ((300, 1), 5000)], ids=str)
-def test_wide_rows_apart(dtypes, batch, cols):
+def test_wide_rows_at_two_distances(dtypes, batch, cols):
     x, dy = (randn((*batch, cols), dtypes[0]) for _ in range(2))
     w, b = (randn(cols, dtypes[1]) for _ in range(2))
     expected = run(installed("cpu"), x, dy, w, b)
@@ -139,16 +143,14 @@ def test_wide_rows_apart(dtypes, batch, cols):
 
 @pytest.mark.parametrize("member", [m for m in MEMBERS if not m.takes_images], ids=lambda member: member.name)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=dtypes_id)
-def test_functions_of_rows_apart(member, dtype):
-    """Also the gradients of gates."""
+def test_functions_of_rows_at_two_distances(member, dtype):
+    """Also with residuals and gates, and their gradients."""
     x, other = (randn((400, 5, 64), dtype) for _ in range(2))
     parameters = [randn(64, statistics_dtype(dtype)) for _ in range(2)]
 
     def results(*tensors):
-        tensors = [t.detach().requires_grad_() for t in tensors]
-        outputs = member(*tensors)
-        grad_outputs = [y.detach().sin() for y in outputs]
-        return [*outputs, *torch.autograd.grad(outputs, tensors, grad_outputs, allow_unused=True)]
+        outputs, gradients = with_gradients(member, [t.detach().requires_grad_() for t in tensors])
+        return [*outputs, *gradients]
 
     expected = results(x, other, *parameters)
     for strided in STRIDED.values():
@@ -170,12 +172,13 @@ def at_address(tensor, offset):
 @pytest.mark.parametrize("dtypes", RESIDUALS, ids=dtypes_id)
 @pytest.mark.parametrize("cols", [77, 130, 1023, 2048, 2049, 4100])
 def test_address_of_every_tensor(dtypes, cols):
-    """Each begins at any byte, as do the sums that replace the residual. The other results' rows begin at any element.
+    """Arguments, and the sum that replaces the residual, begin at each of the 64 bytes of a vector.
 
-    They do so in 33 rows of an odd width, or in 17 of an even one. The results of a single row are aligned.
+    The rows of the other results begin at each element of a vector: the rows are so many that their addresses have each
+    remainder. They have the bits of results with one row, which is aligned.
     """
     dtype, parameter_dtype, residual_dtype = dtypes
-    rows = 33 if cols % 2 else 17
+    rows = 33 if cols % 2 else 17  # a vector has up to 32 elements, of which rows of an even width begin at each second
     x, r, dy = (randn((rows, cols), t) for t in (dtype, residual_dtype, dtype))
     w, b = (randn(cols, parameter_dtype) for _ in range(2))
     expected = run(installed("cpu"), x, dy, w, b, residual=r, grad_sum=r)
@@ -195,7 +198,7 @@ def test_address_of_every_tensor(dtypes, cols):
 @output_dtypes
 @pytest.mark.parametrize("rows, cols", [(2, 2097704), (520, 8193), (1030, 8200), (4099, 2049)])
 def test_rows_of_large_outputs(use_threads, dtypes, rows, cols):
-    """Streaming stores need aligned addresses, where a row begins and where a thread takes over a part of it."""
+    """Large outputs have streaming stores, which need aligned addresses in each row and each thread's part."""
     x, _, w, b = random_args(installed("cpu"), dtypes, rows, cols)
     for threads in (1, 4):
         use_threads(threads)
@@ -224,14 +227,14 @@ def test_batch_and_position_of_a_row(backend, dtypes, cols, adds):
 
 @all_dtypes
 def test_other_samples_change_no_bit(backend, dtypes):
-    """Neither the other samples nor their number change a bit of a sample's results."""
+    """Neither other samples nor their number change a bit of a sample's results and parameter gradients."""
     sizes = [(40, 1), (40, 9), (40, 70), (768, 9), (5000, 1), (5000, 9)]
     for (cols, rows), efficient in itertools.product(sizes, (False, True)):
         tensors = arguments(((4, rows), (4, 1), (4, 1)), cols, dtypes, backend.device)
-        together = run(backend, *tensors, memory_efficient=efficient)
+        all_samples = run(backend, *tensors, memory_efficient=efficient)
         for some in ([0], [3], [1, 3], [2, 0, 1]):
             results = run(backend, *(t[some] for t in tensors), memory_efficient=efficient)
-            expected = together.map(lambda t, some=some: t[some])
+            expected = all_samples.map(lambda t, some=some: t[some])
             # A GPU divides the rows of a single sample among all multiprocessors, and so adds them in another order.
             if backend.name != "cpu" and len(some) == 1:
                 results, expected = results.rows(), expected.rows()
@@ -243,7 +246,8 @@ def test_gradients_of_a_sample_in_arrays_outside_the_caches(dtype):
     """The size of the array decides how many rows the loops of the CPU take together, and changes no bit."""
     cpu = installed("cpu")
     for row_bytes in (64, 256, 384, 520, 640, 700, 1000, 1496, 2600, 5000, 9000):
-        shapes = [((9 << 20) // (256 * row_bytes) + 1, rows) for rows in (256, 1, 1)]
+        samples = (9 << 20) // (256 * row_bytes) + 1  # of 256 rows: 9 MB do not fit into the caches
+        shapes = [(samples, rows) for rows in (256, 1, 1)]
         tensors = arguments(shapes, row_bytes // dtype.itemsize, (dtype, dtype), "cpu")
         expected = run(cpu, *(t[:1] for t in tensors))
         assert_same_bits(run(cpu, *tensors).map(lambda t: t[:1]), expected, row_bytes)
@@ -251,7 +255,7 @@ def test_gradients_of_a_sample_in_arrays_outside_the_caches(dtype):
 
 @all_dtypes
 def test_batch_and_position_of_a_pixel(backend, dtypes):
-    """Nor does the alignment change a bit."""
+    """A pixel gives the same bits in any image and at any position and address."""
     x, dy, w, b = random_args(backend, dtypes, 3, 37, 300, offset=10)
     expected = run_images(backend, x, dy, w, b)
     parts = [slice(0, 2), slice(1, 34), slice(37, 300), slice(290, 300), torch.randperm(300)]
@@ -266,16 +270,16 @@ def test_batch_and_position_of_a_pixel(backend, dtypes):
 @data_dtypes
 @pytest.mark.parametrize("batch", [(3, 1, 1), (1, 1, 1)], ids=str)
 def test_batch_of_an_image(backend, dtype, batch):
-    """In layouts that keep the pixels apart, rows are normalized."""
+    """An image has the same bits alone, with its own parameters or shared ones, by kernels for images or rows."""
     x, dy = (randn((3, 37, 5, 6), dtype, backend.device, offset=10) for _ in range(2))
     n, *pixels = batch
     w, b = (randn((n, 37, *pixels), dtype, backend.device) for _ in range(2))
     for layout in (torch.clone, transposed_batch, transposed_pixels, transposed_rows):
         expected = run_images(backend, layout(x), layout(dy), w, b)
         for n in range(3):
-            one, own = slice(n, n + 1), slice(n, n + 1) if len(w) > 1 else slice(None)
+            one, parameters = slice(n, n + 1), slice(n, n + 1) if len(w) > 1 else slice(None)
             for images in (layout(x)[one], layout(x[one])):
-                results = run_images(backend, images, layout(dy[one]), w[own], b[own])
+                results = run_images(backend, images, layout(dy[one]), w[parameters], b[parameters])
                 assert_same_bits(results.rows(), expected.rows(one), n)
 
 
@@ -283,7 +287,7 @@ def test_batch_of_an_image(backend, dtype, batch):
 
 
 def run_samples(backend, x, dy, w, b, samples, positions):
-    """Run rows with parameters per sample, per position, or per row."""
+    """Return the results of rows [samples, positions, cols] with parameters per sample, per position, and per row."""
     x, dy = (t.unflatten(0, (samples, positions)) for t in (x, dy))
     return [
         result
@@ -292,12 +296,13 @@ def run_samples(backend, x, dy, w, b, samples, positions):
     ]
 
 
-def run_many(backend, x, dy, w, b, images):
-    """Run the kernels for images on rows that are the pixels of several images."""
+def run_pixels_of_images(backend, x, dy, w, b, images):
+    """Return the results of rows that are the pixels of several images."""
     return run_pixels(backend, *(t.unflatten(0, (images, -1)) for t in (x, dy)), w, b)
 
 
-# Rows, columns and the call, for each way in which the CPU kernels divide their work.
+# Rows, columns and the call, for each way in which the CPU kernels divide their work among threads. Segments of rows
+# have sums of parameter gradients of their own, which are added at the end.
 WORK = {
     "narrow rows, many segments": (4099, 64, run),
     "narrow rows, a few segments": (700, 200, run),
@@ -309,9 +314,9 @@ WORK = {
     "groups of chunks": (2, (1 << 20) + 5000, run),
     "samples": (512, 768, partial(run_samples, samples=8, positions=64)),
     "samples of wide rows": (24, 3000, partial(run_samples, samples=2, positions=12)),
-    "many images": (32 * 49, 40, partial(run_many, images=32)),
-    "many pixels": (3000, 96, partial(run_many, images=3)),
-    "images of few pixels": (70 * 9, 64, partial(run_many, images=70)),
+    "many images": (32 * 49, 40, partial(run_pixels_of_images, images=32)),
+    "many pixels": (3000, 96, partial(run_pixels_of_images, images=3)),
+    "images of few pixels": (70 * 9, 64, partial(run_pixels_of_images, images=70)),
     "many channels": (40, 3000, run_pixels),
 }
 
@@ -319,7 +324,7 @@ WORK = {
 @pytest.mark.parametrize("dtypes", [(F64, F64), (F32, F32), (BF16, BF16), (BF16, F32)], ids=dtypes_id)
 @pytest.mark.parametrize("rows, cols, call", WORK.values(), ids=WORK)
 def test_number_of_threads(backend, use_threads, dtypes, rows, cols, call):
-    """It changes torch's weight gradients."""
+    """It changes no bit, unlike in torch's gradients of the weight."""
     arguments = random_args(backend, dtypes, rows, cols, offset=10)
     use_threads(1)
     expected = call(backend, *arguments)
@@ -347,17 +352,16 @@ def test_repeated_calls_from_two_python_threads(backend):
     ids=dtypes_id,
 )
 def test_functions_depend_on_neither_threads_nor_strides_nor_other_rows(use_threads, member, dtype, rows, cols):
-    """Nor on which gradients are wanted. The tensors are slices of a fused projection."""
+    """Nor on which tensors require gradients. The tensors are slices of a fused projection."""
     projection, parameters = randn((rows, 3 * cols), dtype), [randn(cols, statistics_dtype(dtype)) for _ in range(2)]
     views = [projection[:, :cols], projection[:, 2 * cols :]]
 
     def results(tensors, mask=(True,) * 4):
-        tensors = [t.detach().requires_grad_(wanted) for t, wanted in zip(tensors, mask, strict=True)]
+        tensors = [t.detach().requires_grad_(requires) for t, requires in zip(tensors, mask, strict=True)]
         outputs = member(*tensors)
-        wanted = [t for t in tensors if t.requires_grad]
+        differentiable = [t for t in tensors if t.requires_grad]
         grad_outputs = [y.detach().sin() for y in outputs]
-        gradients = torch.autograd.grad(outputs, wanted, grad_outputs, allow_unused=True) if wanted else []
-        return [*outputs, *gradients]
+        return [*outputs, *torch.autograd.grad(outputs, differentiable, grad_outputs, allow_unused=True)]
 
     use_threads(1)
     expected = results([t.contiguous() for t in views] + parameters)
@@ -366,7 +370,6 @@ def test_functions_depend_on_neither_threads_nor_strides_nor_other_rows(use_thre
     use_threads(4)
     assert_same_bits(results([*views, *parameters]), expected)
     outputs, gradients = expected[:-4], expected[-4:]
-    for mask in itertools.product([False, True], repeat=4):
-        if mask[0]:  # else some outputs require no gradient
-            some = [g for g, wanted in zip(gradients, mask, strict=True) if wanted]
-            assert_same_bits(results([*views, *parameters], mask), [*outputs, *some], mask)
+    for mask in itertools.product([True], *[[False, True]] * 3):  # if x requires a gradient, all outputs do
+        some = [g for g, requires in zip(gradients, mask, strict=True) if requires]
+        assert_same_bits(results([*views, *parameters], mask), [*outputs, *some], mask)

@@ -14,16 +14,21 @@ from layernorm_ext import add_layer_norm, layer_norm_2d, trace_as
 NOT_ALLOCATED = "^The tensor has a non-zero number of elements, but its data is not allocated yet: "
 
 
-def freed(t, view=False):
-    """Return a copy of a tensor whose storage was freed, as FSDP and offloading do, or a view of such a storage."""
-    storage = torch.cat([t, t]) if view else t.clone()
-    result = storage[len(t) :] if view else storage
-    storage.untyped_storage().resize_(0)
-    return result
+def freed(t):
+    """Return a copy of a tensor whose storage was freed, as FSDP and offloading do."""
+    copy = t.clone()
+    copy.untyped_storage().resize_(0)
+    return copy
 
 
 def arguments_of(member):
-    return ["input", *["residual or gate"] * member.takes_two, "weight", *["bias"] * member.takes_bias]
+    return ["input", *["residual or gate"] * member.takes_r, "weight", *["bias"] * member.takes_b]
+
+
+def random_arguments(member):
+    shape = (2, 8, 3) if member.takes_images else (2, 3, 8)
+    shapes = {"input": shape, "residual or gate": shape, "weight": (8,), "bias": (8,)}
+    return {name: torch.randn(size) for name, size in shapes.items()}
 
 
 # Freed storages
@@ -38,13 +43,12 @@ members_and_arguments = pytest.mark.parametrize(
 
 @members_and_arguments
 def test_functions_refuse_freed_tensors(member, name):
-    """Eager, recorded, without autograd, and as compositions of aten operations.
+    """With a graph and without, and in torch.func, whose compositions of aten operations do not name the argument.
 
-    Eager errors name the argument. The bias is also the gate beside a residual (support/family.py).
+    With the option "gate", the bias is also the gate (support/family.py).
     """
-    shape = (2, 8, 3) if member.takes_images else (2, 3, 8)
-    shapes = {"input": shape, "residual or gate": shape, "weight": (8,), "bias": (8,)}
-    tensors = {key: torch.randn(shape) for key, shape in shapes.items()}
+    tensors = random_arguments(member)
+    many = torch.stack([tensors["input"]] * 2)
     tensors[name] = freed(tensors[name])
 
     def call(x):
@@ -55,14 +59,13 @@ def test_functions_refuse_freed_tensors(member, name):
     gate = r"input_scale \(gate\)"
     names = {"input": "input", "residual or gate": "residual|gate"}
     names |= {"weight": rf"weight( \(scale\))?|{gate}", "bias": rf"bias( \(shift\))?|{gate}"}
-    for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
-        with context(), pytest.raises(RuntimeError, match=f"{NOT_ALLOCATED}({names[name]}) of shape"):
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode(), pytest.raises(RuntimeError, match=f"{NOT_ALLOCATED}({names[name]}) of shape"):
             call(x)
     with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
         call(x.requires_grad_())
     if name in ("weight", "bias") and "inplace" not in member.options:  # vmap changes no residual in place
-        loss = lambda x: sum(y.sum() for y in (call(x) if member.adds else [call(x)]))  # noqa: E731
-        many = torch.randn(2, *shape)
+        loss = lambda x: sum(y.sum() for y in (call(x) if member.adds_residual else [call(x)]))  # noqa: E731
         for transform in (
             torch.vmap(call),
             torch.vmap(torch.func.grad(loss)),
@@ -77,10 +80,8 @@ def test_functions_refuse_freed_tensors(member, name):
 @members_and_arguments
 def test_functions_take_zeros_without_memory(member, name):
     """Torch makes such tensors in forward-mode AD. They cannot be changed in place."""
-    shape = (2, 8, 3) if member.takes_images else (2, 3, 8)
-    shapes = {"input": shape, "residual or gate": shape, "weight": (8,), "bias": (8,)}
-    tensors = {key: torch.randn(shape) for key, shape in shapes.items()}
-    zeros = {name: torch._efficientzerotensor(shapes[name])}
+    tensors = random_arguments(member)
+    zeros = {name: torch._efficientzerotensor(tensors[name].shape)}
     overwrites = "inplace" in member.options
     if overwrites and name.startswith("residual"):
         return
@@ -90,10 +91,10 @@ def test_functions_take_zeros_without_memory(member, name):
         arguments, options = member.arguments(*tensors.values())
         return member.function(*arguments, **options)
 
-    torch.testing.assert_close(call(tensors | zeros), call(tensors | {name: torch.zeros(shapes[name])}))
+    torch.testing.assert_close(call(tensors | zeros), call(tensors | {name: torch.zeros_like(tensors[name])}))
     other = "weight" if name == "input" else "input"
     _, tangent = torch.func.jvp(lambda t: call(tensors | zeros | {other: t}), (tensors[other],), (tensors[other],))
-    assert all(t.isfinite().all() for t in (tangent if member.adds else (tangent,)))
+    assert all(t.isfinite().all() for t in (tangent if member.adds_residual else (tangent,)))
 
 
 def test_backward_refuses_saved_tensors_that_were_freed():
@@ -119,7 +120,7 @@ def test_empty_tensors_need_no_memory():
 @pytest.mark.parametrize("parameter", [(1, 6, 1, 1), (2, 6, 1, 1), (2, 6)], ids=str)
 @pytest.mark.parametrize("mode", ["eager", "kernel", "aten"])
 def test_gradients_of_image_parameters_have_the_strides_of_a_contiguous_tensor(parameter, mode):
-    """DistributedDataParallel warns if the strides differ, also those of dimensions of size 1."""
+    """DistributedDataParallel warns if the strides of gradient and parameter differ, even in a dimension of size 1."""
     x = torch.randn(2, 6, 4, 5, requires_grad=True)
     w, b = (torch.randn(parameter, requires_grad=True) for _ in range(2))
     with trace_as(None if mode == "eager" else mode):
@@ -132,7 +133,7 @@ def test_gradients_of_image_parameters_have_the_strides_of_a_contiguous_tensor(p
 
 
 def in_place(name):
-    """Return the function or module as a function of input, residual and, if it is a function, weight."""
+    """Return a call with inplace=True: a function of input, residual and, if `name` is not a module's, weight."""
     member = getattr(layernorm_ext, name)
     if isinstance(member, type):
         return member(8, inplace=True)
@@ -151,18 +152,21 @@ def not_in_place(add, x, r):
 
 
 @additions
-def test_retained_gradient_and_hooks_of_a_changed_residual(add):
-    """The residual has become the sum, so its retained gradient and its hooks get the gradient of the sum."""
+def test_retained_gradient_and_hooks_of_a_residual_changed_in_place(add):
+    """The residual has become the sum, so its retained gradient and its hooks get the gradient of the sum.
+
+    As for any tensor that was changed in place, this is the gradient by its later uses alone, without the norm.
+    """
     x, leaf = torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE, requires_grad=True)
     residual = leaf * 2
     residual.retain_grad()
-    seen = []
+    gradients_in_hook = []
     output, total = add(x, residual)
-    residual.register_hook(seen.append)
+    residual.register_hook(gradients_in_hook.append)
     (output.sin().sum() + total.cos().sum()).backward()
-    assert total is residual and len(seen) == 1
+    assert total is residual and len(gradients_in_hook) == 1
 
-    for gradient in (residual.grad, seen[0]):
+    for gradient in (residual.grad, gradients_in_hook[0]):
         torch.testing.assert_close(gradient, -total.detach().sin(), rtol=0, atol=1e-6)  # one float32 function
 
     total = (x.detach() + leaf.detach() * 2).requires_grad_()
@@ -173,7 +177,7 @@ def test_retained_gradient_and_hooks_of_a_changed_residual(add):
 
 
 @additions
-def test_inference_tensor_outside_inference_mode(add):
+def test_a_residual_of_inference_mode_is_refused_outside_of_it(add):
     with torch.inference_mode():
         residual = torch.randn(SHAPE)
         before = residual.clone()
@@ -185,20 +189,20 @@ def test_inference_tensor_outside_inference_mode(add):
 
 
 @functions
-def test_parameter_that_is_a_view_of_the_changed_residual(add):
-    """It would be read after it was overwritten."""
-    for recorded in (False, True):
+def test_a_weight_that_is_a_view_of_the_residual_is_refused(add):
+    """It is refused, because it would be read after it was overwritten."""
+    for requires_grad in (False, True):
         residual = torch.randn(SHAPE)
         before = residual.clone()
         with pytest.raises(RuntimeError, match="single memory location"):
-            add(torch.randn(SHAPE, requires_grad=recorded), residual, residual[1, 1])
+            add(torch.randn(SHAPE, requires_grad=requires_grad), residual, residual[1, 1])
         assert torch.equal(residual, before)
 
 
 @pytest.mark.parametrize("name", ["input", "weight", "bias"])
 @pytest.mark.parametrize("start", [0, 992, 1920])
-def test_slices_beside_the_changed_residual(backend, name, start):
-    """Torch cannot tell whether strided slices of a buffer overlap the residual. If so, they are copied."""
+def test_slices_beside_the_residual_are_read_before_it_changes(backend, name, start):
+    """Torch cannot tell whether strided slices of a buffer overlap the residual: those that may are copied first."""
     buffer = randn((4096,), F32, backend.device)
     residual, other = buffer[960:1920].view(3, 5, 64), buffer[start : start + 1920].view(3, 5, 128)[..., :64]
     x = randn((3, 5, 64), F32, backend.device)
@@ -220,28 +224,27 @@ def test_backward_refuses_a_weight_that_was_overwritten_with_the_residual():
 
 @pytest.mark.parametrize("name", ["input", "weight"])
 @pytest.mark.parametrize("mode", ["vmap", "forward mode"])
-def test_compositions_change_the_residual_last(name, mode):
-    """Other arguments may be views of the residual, as in eager calls."""
+def test_transforms_change_the_residual_last(name, mode):
+    """In vmap and forward mode too, an argument that is a view of the residual is read before the residual changes."""
     buffer, x = torch.randn(4, 12), torch.randn(4, 6)
 
     def call(mode):
         changed = buffer.clone()
         residual = changed[:, ::2]
-        views = {"input": changed[:, :6], "weight": changed[1, ::2]}
-        weight = views["weight"] if name == "weight" else None
+        weight = changed[1, ::2] if name == "weight" else None
 
         def add(x, residual):
             return add_layer_norm(x, residual, (6,), weight, inplace=True)
 
-        start = views["input"] if name == "input" else x
+        input = changed[:, :6] if name == "input" else x
         if mode == "vmap":
-            output, total = torch.vmap(add)(start, residual)
+            output, total = torch.vmap(add)(input, residual)
         elif mode == "forward mode":
             with forward_ad.dual_level():
-                results = add(forward_ad.make_dual(start, torch.ones(4, 6)), residual)
+                results = add(forward_ad.make_dual(input, torch.ones(4, 6)), residual)
                 output, total = (forward_ad.unpack_dual(t).primal for t in results)
         else:
-            output, total = add(start, residual)
+            output, total = add(input, residual)
         assert torch.equal(total, residual)
         return output, total
 

@@ -13,8 +13,8 @@ import torch
 import layernorm_ext
 from support.reference import broadcast_rows, check_backward, check_forward, check_sum
 
-# The output_mask of backward has six entries: the gradients of input, weight and bias, and those of gate, scaled_input
-# and input_scale.
+# The output_mask of backward requests the gradients of input, weight and bias, then those of gate, scaled_input and
+# input_scale. The masks of tests without gates have the first three entries.
 ALL = [True, True, True]
 NONE = [False, False, False]
 MASKS = [list(mask) for mask in itertools.product([False, True], repeat=3)]
@@ -26,9 +26,9 @@ class Backend:
 
     name: str
     device: str
-    ops: object  # the namespace of torch.ops
+    ops: object  # torch.ops.layernorm, or the namespace of the emulated operators
     layer_norm: Callable  # (input, normalized_shape, weight, bias, eps) -> output, differentiable
-    limits: Callable = contextlib.nullcontext  # the context in which its tests run
+    limits: Callable = contextlib.nullcontext  # makes the context manager in which a test runs
 
     @property
     def forward(self):  # (input, normalized_shape, weight, bias, eps) -> output, mean, rstd
@@ -44,12 +44,15 @@ class Backend:
 
 
 def installed(device):
-    """Return the installed package."""
+    """Return the backend that calls the installed package with tensors on this device."""
     return Backend(device, device, torch.ops.layernorm, layernorm_ext.layer_norm)
 
 
 def emulated(name, mode="plain", **limits):
-    """Return the CUDA kernels, emulated on CPU tensors. It needs the headers of CUDA."""
+    """Return a backend that emulates the CUDA kernels on CPU tensors. It needs the headers of CUDA.
+
+    `mode` and `limits` are those of emulated_build.library() and Library.schedule().
+    """
     import emulated_build  # in tools/cuda_emulator
 
     library = emulated_build.library(mode)
@@ -57,8 +60,9 @@ def emulated(name, mode="plain", **limits):
     return Backend(name, "cpu", library.ops, lambda *args, **kwargs: library.ops.forward(*args, **kwargs)[0], schedule)
 
 
-# Limits of the emulated GPU (emulated_build.Library.schedule) by which rows of any length take the kernels for rows in
-# registers, for rows that a cluster shares, and for rows of two launches; pixels are staged in the first case.
+# A GPU keeps a row in the registers of a block or of a cluster of blocks, or nowhere, so that two launches read it. By
+# these limits of the emulated GPU, short rows take each path: with path_limit=0, no row fits into a block, nor an image
+# into shared memory, and compute capability 8.0 has no clusters.
 PATHS = {
     "registers": {},
     "clusters": {"path_limit": 0},
@@ -76,16 +80,20 @@ every_path = pytest.mark.every_path
 
 
 class Results(NamedTuple):
-    """The results of forward and backward. Those that were not computed are None."""
+    """The results of forward and backward. Those that were not computed are None.
+
+    With a residual, the norm's input is total = input + residual or, if the operators also get an input_scale,
+    total = input_scale * scaled_input + residual. grad_input is then the gradient of total.
+    """
 
     output: torch.Tensor
-    total: torch.Tensor | None = None  # the sum of input and residual
+    total: torch.Tensor | None = None
     mean: torch.Tensor | None = None
     rstd: torch.Tensor | None = None
     grad_input: torch.Tensor | None = None
     grad_weight: torch.Tensor | None = None
     grad_bias: torch.Tensor | None = None
-    grad_gate: torch.Tensor | None = None
+    grad_gate: torch.Tensor | None = None  # of a gated norm
     grad_scaled_input: torch.Tensor | None = None
     grad_input_scale: torch.Tensor | None = None
 
@@ -105,18 +113,18 @@ class Results(NamedTuple):
         return Results(*(t if t is None else function(t) for t in self))
 
     def rows(self, index=...):
-        """Index the results that have a row for each row of the input. The parameters' gradients become None."""
+        """Select rows of the results that have one for each row of the input. The parameters' gradients become None."""
         return self._replace(grad_weight=None, grad_bias=None, grad_input_scale=None).map(lambda t: t[index])
 
     def map_rows(self, function):
-        """Apply a function to the results that have rows; the parameters' gradients stay."""
+        """Apply a function to all results but the parameters' gradients."""
         parameters = {name: getattr(self, name) for name in ("grad_weight", "grad_bias", "grad_input_scale")}
         return self.rows().map(function)._replace(**parameters)
 
     def requested(self, mask):
-        """Return the results of a call with this output_mask."""
+        """Return the results that a call with this output_mask has: the other gradients are None."""
         all_gradients = (*self.gradients, *self.gradients_of_gates)
-        gradients = (g if wanted else None for g, wanted in zip(all_gradients, mask, strict=False))
+        gradients = (g if requested else None for g, requested in zip(all_gradients, mask, strict=False))
         return Results(self.output, self.total, self.mean, self.rstd, *gradients)
 
 
@@ -132,26 +140,17 @@ def forward(
 
 
 def run(
-    backend,
-    x,
-    dy,
-    weight=None,
-    bias=None,
-    eps=1e-5,
-    normalized_shape=None,
-    mask=ALL,
-    *,
-    residual=None,
-    grad_sum=None,
-    gate=None,
-    input_scale=None,
-    **options,
-):
-    """Return the results of both operators. A mask of three entries requests no gradients of gates."""
+    backend, x, dy, weight=None, bias=None, eps=1e-5, normalized_shape=None, mask=ALL, *, residual=None,
+    grad_sum=None, gate=None, input_scale=None, **options,
+):  # fmt: skip
+    """Return the results of both operators for the upstream gradients of the output, `dy`, and of the sum, `grad_sum`.
+
+    `mask` is the output_mask of backward, or its first three entries. `options` are passed to both operators.
+    """
     shape = normalized_shape or x.shape[-1:]
     gates = {"gate": gate, "input_scale": input_scale}
     output, total, mean, rstd, *_ = forward(backend, x, residual, weight, bias, eps, shape, **gates, **options)
-    saved = output if options.get("memory_efficient") else x if residual is None else total
+    saved = output if options.get("memory_efficient") else x if residual is None else total  # for backward
     arguments = (dy, saved, shape, mean, rstd, weight, bias, [*mask, *NONE][:6], grad_sum)
     arguments += (gate, input_scale, None if input_scale is None else x)
     gradients = backend.ops.backward(*arguments, **options)
@@ -164,9 +163,12 @@ def run_images(backend, x, dy, *args, **options):
 
 
 def run_pixels(backend, x, dy, weight=None, bias=None, *args, **options):
-    """Return the results of `run` for rows that are the pixels of images, [samples, cols, rows] in memory."""
-    has_own_parameters = any(t is not None and t.dim() == x.dim() for t in (weight, bias))
-    is_one_image = x.dim() == 2 and not has_own_parameters
+    """Return the results of `run`, computed by the kernels for images: rows become pixels, and columns channels.
+
+    Rows [samples, rows, cols] are images [samples, cols, rows] in memory. A matrix is one image or, if its parameters
+    are matrices too, an image of one pixel for each row.
+    """
+    is_one_image = x.dim() == 2 and all(t is None or t.dim() == 1 for t in (weight, bias))
     images = [t[None] if is_one_image else t for t in (x, dy)]
     images = [t.movedim(-1, 1).contiguous() for t in images]
     weight, bias = (t if t is None or t.dim() == 1 else t.movedim(-1, 1) for t in (weight, bias))
@@ -182,21 +184,13 @@ rows_and_images = pytest.mark.parametrize("run", [run, run_pixels], ids=["rows",
 
 
 def check(
-    results,
-    x,
-    dy,
-    weight=None,
-    bias=None,
-    eps=1e-5,
-    context=(),
-    *,
-    residual=None,
-    input_scale=None,
-    grad_sum=None,
-    xhat_error=0,
-    **options,
-):
-    """Check the results of `run` against float64. A sum without an input_scale is checked bit by bit."""
+    results, x, dy, weight=None, bias=None, eps=1e-5, context=(), *, residual=None, input_scale=None, grad_sum=None,
+    xhat_error=0, **options,
+):  # fmt: skip
+    """Check the results of `run` against float64. A sum without an input_scale is one addition: its bits are checked.
+
+    `context` is shown if a check fails, and check_backward() explains `xhat_error`. The others are arguments of `run`.
+    """
     batch, dtype, scaled_input = x.shape[:-1], x.dtype, x
     if residual is not None and input_scale is None:
         assert_same_bits([results.total], [x.to(residual.dtype) + residual], *context)
@@ -206,9 +200,9 @@ def check(
     x = x if residual is None else results.total
     assert results.output.shape == x.shape
     assert all(t is None or t.shape == (*batch, 1) for t in (results.mean, results.rstd))
-    rows, arguments = ([broadcast_rows(t, batch) for t in group] for group in (results.forward, (x, weight, bias)))
+    matrices, arguments = ([broadcast_rows(t, batch) for t in group] for group in (results.forward, (x, weight, bias)))
     gate = broadcast_rows(options.get("gate"), batch)
-    check_forward(rows, *arguments, eps, context, dtype=dtype, **options | {"gate": gate})
+    check_forward(matrices, *arguments, eps, context, dtype=dtype, **options | {"gate": gate})
     options |= {"grad_sum": grad_sum, "xhat_error": xhat_error}
     if input_scale is not None:
         options |= {"scaled_input": scaled_input, "input_scale": input_scale}
@@ -223,12 +217,12 @@ def check_images(results, x, dy, *args, **kwargs):
 
 
 def bits(tensor):
-    """Return the tensor's bytes. Unlike values, they distinguish -0 from 0, and a NaN equals itself."""
-    return tensor.resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    """Return the tensor's elements as bytes, of which -0 and 0 have different ones, and equal NaNs the same."""
+    values = tensor.detach().resolve_conj().resolve_neg()
+    return values.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def assert_same_bits(results, expected, *context):
-    """Compare two lists of tensors or None."""
-    for i, (actual, right) in enumerate(zip(results, expected, strict=True)):
-        same = actual is right is None or (actual.dtype == right.dtype and torch.equal(bits(actual), bits(right)))
-        assert same, (f"result {i}", *context)
+    """Compare dtypes and bits of two lists, whose elements are tensors or None; show `context` if they differ."""
+    for i, (a, e) in enumerate(zip(results, expected, strict=True)):
+        assert a is e is None or (a.dtype == e.dtype and torch.equal(bits(a), bits(e))), (f"result {i}", *context)

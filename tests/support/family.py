@@ -10,16 +10,17 @@ import torch
 import layernorm_ext
 from support.reference import norm
 
-EPS = 2.0**-10  # the default of no function, and exact in float32, which ONNX has
+EPS = 2.0**-10  # not the default of any function, and exact in float32, in which ONNX stores eps
 
 
 @dataclass(frozen=True)
 class Member:
-    """A function of input and residual [*, C], weight and bias [C], with batch dimensions if it is adaptive.
+    """A public function with some of its options, called with four tensors, of which it takes those that it has.
 
-    It returns a tuple of the output and, if it adds the residual, the sum. A function of images gets the channels
-    second. The gate of a gated norm is the second tensor, which the others add. With the option "gate", the bias is
-    also the gate beside the residual.
+    x [*, C] is the input; r [*, C] the residual, or the gate of a gated norm; w the weight or scale; and b the bias or
+    shift. With the option "gate", b is also the gate that multiplies x before the residual is added. w and b are [C]
+    or, if they differ between rows, have batch dimensions. The result is a tuple: the output and, with a residual, the
+    sum. The channels are last for functions of images too: the call moves them to dimension 1 and back.
     """
 
     function: Callable
@@ -30,7 +31,7 @@ class Member:
         return ", ".join([self.function.__name__, *self.options])
 
     @property
-    def adds(self):
+    def adds_residual(self):
         return "add" in self.name
 
     @property
@@ -38,9 +39,8 @@ class Member:
         return self.name.startswith("gated")
 
     @property
-    def takes_two(self):
-        """Whether it takes the second tensor: a residual or a gate."""
-        return self.adds or self.is_gated_norm
+    def takes_r(self):
+        return self.adds_residual or self.is_gated_norm
 
     @property
     def takes_images(self):
@@ -51,14 +51,13 @@ class Member:
         return "rms" not in self.name or "ada" in self.name
 
     @property
-    def takes_bias(self):
-        """Whether it takes the last tensor: a bias or the gate beside a residual."""
+    def takes_b(self):
         return self.has_bias or "gate" in self.options
 
     def arguments(self, x, r, w, b):
-        """Return the arguments of the function, whose channels are second if it takes images, and its options."""
-        shape = [] if self.takes_images else [(x.size(-1),)]  # a strided nested tensor has no shape
-        arguments = [x, *[r] * self.takes_two, *shape, w, *[b] * self.has_bias]
+        """Return the positional arguments of the function and its options. The channels of images are dimension 1."""
+        shape = [] if self.takes_images else [(x.size(-1),)]  # strided nested tensors have size(-1), but no shape
+        arguments = [x, *[r] * self.takes_r, *shape, w, *[b] * self.has_bias]
         return arguments, self.options | ({"gate": b} if "gate" in self.options else {})
 
     def __call__(self, x, r, w, b):
@@ -66,20 +65,21 @@ class Member:
         if "inplace" in self.options:
             tensors[1] = tensors[1].clone()  # a leaf cannot change in place
         results = self.function(*tensors, eps=EPS, **options)
-        results = results if self.adds else (results,)
+        results = results if self.adds_residual else (results,)
         if "inplace" in self.options:
             results = (results[0], tensors[1])
         return tuple(y.movedim(1, y.dim() - 1) for y in results) if self.takes_images else results
 
     def formula(self, x, r, w, b):
-        w, b = (p if p.dim() in (1, x.dim()) else p[:, *[None] * (x.dim() - 2)] for p in (w, b))  # [N, C]
+        # A parameter [N, C] becomes [N, 1, ..., C].
+        w, b = (p if p.dim() in (1, x.dim()) else p[:, *[None] * (x.dim() - 2)] for p in (w, b))
         options = {name: self.options[name] for name in ("num_groups", "gate_first") if name in self.options}
         options["sigmoid"] = "activation" in self.options
         options["zero_centered_weight"] = "ada" in self.name or "zero_centered_weight" in self.options
-        options |= {"residual": r if self.adds else None, "input_scale": b if "gate" in self.options else None}
+        options |= {"residual": r if self.adds_residual else None, "input_scale": b if "gate" in self.options else None}
         options |= {"gate": r if self.is_gated_norm else None, "rms": "rms" in self.name}
         y, total, _ = norm(x, w, b if self.has_bias else None, EPS, **options)
-        return (y, total) if self.adds else (y,)
+        return (y, total) if self.adds_residual else (y,)
 
 
 def channels_second(t):
@@ -88,7 +88,7 @@ def channels_second(t):
 
 
 SIGMOID_FIRST = {"activation": "sigmoid", "gate_first": True}
-OPTIONS = {
+OPTIONS = {  # function -> the options of each of its members
     "layer_norm": [{}, {"zero_centered_weight": True}, {"memory_efficient": True}],
     "rms_norm": [{}, {"zero_centered_weight": True}],
     "add_layer_norm": [{}, {"inplace": True}, {"gate": True}],
@@ -116,7 +116,7 @@ family = pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.na
 
 
 def flags(module_class):
-    """Return the names of the keyword-only options that are False by default, which torch's modules lack."""
+    """Return the names of a module's options that are False by default: this package's own, beside torch's."""
     return [p.name for p in inspect.signature(module_class).parameters.values() if p.default is False]
 
 
@@ -134,8 +134,8 @@ for module_class in MODULES:
     name = module_class.__name__
     shape = IMAGES if name.endswith("2d") else ROWS
     per_sample = (shape[0], 8)
-    # The inputs after the first one: scale and shift, a residual, or a gate. All may be absent but the residual of an
-    # adaptive norm.
+    # The shapes of the inputs after x: residual, scale, shift, gate. All may be absent, except that AddAda modules
+    # need the residual.
     others = {
         "Ada": [[per_sample] * 2, []],
         "Add": [[shape], [shape, per_sample], []],
@@ -144,8 +144,8 @@ for module_class in MODULES:
     }
     choices = [{}, {"eps": 0.1}, *({flag: True} for flag in flags(module_class))]
     choices += [] if "Ada" in name else [{"elementwise_affine": False}, {"dtype": torch.float64}]
-    kind = name.removesuffix("LayerNorm").removesuffix("RMSNorm")
-    for shapes in others.get(kind, [[]]):
+    prefix = name.removesuffix("LayerNorm").removesuffix("RMSNorm")
+    for shapes in others.get(prefix, [[]]):
         MODULE_CASES += [(module_class, options, [shape, *shapes]) for options in choices]
 module_cases = pytest.mark.parametrize(
     ("cls", "options", "shapes"), MODULE_CASES, ids=lambda v: getattr(v, "__name__", str(v))
@@ -162,7 +162,7 @@ def module_and_inputs(cls, options, shapes):
 
 
 def with_gradients(function, tensors, grad_outputs=None, **options):
-    """Return the outputs of a function and, for a given or simple loss, the gradients of all tensors."""
+    """Return a function's outputs and the gradients of its tensors; the default upstream gradients are sin(outputs)."""
     outputs = function(*tensors)
     grad_outputs = [y.detach().sin() for y in outputs] if grad_outputs is None else grad_outputs[: len(outputs)]
     options = {"materialize_grads": True} | options

@@ -9,12 +9,12 @@ import torch
 from support.reference import BF16, DTYPES, F16, F32, F64, dtypes_id
 
 all_dtypes = pytest.mark.parametrize("dtypes", DTYPES, ids=dtypes_id)
-# One pair for each dtype of the output, for tests of the stores, which the parameters' dtype does not concern.
+# One pair for each dtype of the output, for tests of stores, which do not depend on the dtype of the parameters.
 output_dtypes = pytest.mark.parametrize("dtypes", [(F64, F64), (F32, F32), (F16, F16), (BF16, F32)], ids=dtypes_id)
 data_dtypes = pytest.mark.parametrize("dtype", [F64, F32, F16, BF16], ids=dtypes_id)
 
-# Numbers of columns by the code path that they cover. A CPU pack has 4 to 32 elements; narrow rows have up to 4096
-# bytes, and long rows are summed in chunks of 128 to 1024 elements.
+# Numbers of columns by the code path that they cover. A pack of the CPU kernels has 4 to 32 elements; the kernels for
+# narrow rows take up to 4096 bytes, and the sums of longer rows are added in chunks of 128 to 1024 elements.
 COLUMNS = {
     "tails of one pack": [*range(1, 132)],
     "fp64 row limit": [511, 512, 513],
@@ -28,21 +28,21 @@ columns = pytest.mark.parametrize("columns", COLUMNS.values(), ids=COLUMNS)
 
 
 def rows_for(cols):
-    """Return numbers of rows to test: more than four, which short rows are taken together, and few of long rows."""
+    """Return numbers of rows that leave a remainder in loops over two or four rows at a time."""
     return [1, 7, 9] if cols <= 131 else [1, 7] if cols <= 2048 else [3] if cols < 4095 else [1, 3]
 
 
-# Means of the input, in standard deviations. float32 rounds a mean of 1e6 by up to 0.03. fp16 ends at 65504.
+# Means of inputs whose standard deviation is 1. float32 rounds a mean of 1e6 by up to 0.03.
 OFFSETS = [0, 1e2, 1e4, 1e6]
 dtypes_and_offsets = pytest.mark.parametrize(
     "dtypes, offset",
-    [(d, offset) for d in DTYPES for offset in OFFSETS if offset < torch.finfo(d[0]).max],
+    [(d, offset) for d in DTYPES for offset in OFFSETS if offset < torch.finfo(d[0]).max],  # fp16's is 65504
     ids=dtypes_id,
 )
 
 
 def randn(shape, dtype, device="cpu", offset=0):
-    """Return normal values plus `offset`, drawn in float64. They repeat after a million, because drawing takes long."""
+    """Return normal numbers with the mean `offset`. Drawing takes long, so they repeat after a million."""
     shape = torch.Size((shape,) if isinstance(shape, int) else shape)
     size, period = shape.numel(), 1_000_003  # a prime number, so that rows differ
     values = torch.randn(min(size, period), dtype=F64) + offset
@@ -51,9 +51,9 @@ def randn(shape, dtype, device="cpu", offset=0):
 
 
 def random_args(backend, dtypes, *shape, offset=0):
-    """Return input, grad_output, weight and bias for rows or images [N, C, *].
+    """Return input, grad_output, weight and bias for rows [N, C] or images [N, C, *].
 
-    A mean of 0.5 in grad_output makes all its sums count.
+    With a mean of 0 instead of 0.5, sums of grad_output would be so small that an error in them could be missed.
     """
     x, dy = (randn(shape, dtypes[0], backend.device, mean) for mean in (offset, 0.5))
     return x, dy, *(randn(shape[1], dtypes[1], backend.device) for _ in range(2))
@@ -65,35 +65,32 @@ def amid_nans(tensor, gap=3, offset=1):
     Elements that a kernel reads outside a row make its results NaN. The view is aligned to its element size only.
     """
     *batch, cols = tensor.shape
-    rows, margin = math.prod(batch), 80 + offset  # more than two packs
+    rows, margin = math.prod(batch), 80 + offset  # a pack has up to 32 elements; kernels load two at a time
     buffer = torch.full((2 * margin + rows * (cols + gap),), torch.nan, dtype=tensor.dtype, device=tensor.device)
     return buffer.as_strided((rows, cols), (cols + gap, 1), margin).view(tensor.shape).copy_(tensor)
 
 
 def hard_rows(dtype, cols):
-    """Return rows of large means, of outliers, and of numbers whose sums, squares or differences overflow.
-
-    In emulated clusters of short rows, a chunk has 32 vectors.
-    """
+    """Return rows of large means, of outliers, and of numbers whose sums, squares or differences overflow."""
     huge, half = torch.finfo(dtype).max, cols // 2
     x = torch.randn(19, cols, dtype=F64)
     x[:3] += torch.tensor([1e2, 1e4, 1e6])[:, None]
     x[3:7] = 1
-    x[3, 0] = x[4, -2:] = 1000
-    x[5] *= 0.1
+    x[3, 0] = x[4, -2:] = 1000  # outliers at either end
+    x[5] *= 0.1  # a constant that is no binary fraction
     x[6, ::2] = 0.7
     x[7] = huge * x[7].sign()
     x[8] = huge * x[8].abs().clamp(0.5, 1)
     x[9] = huge * x[9].clamp(-1e-10, 1e-10)
-    x[10, :half] *= huge / 16  # only some chunks overflow
+    x[10, :half] *= huge / 16  # the sums of only some chunks of a row overflow
     x[11, half:] *= huge / 16
     x[12, :half] += huge / 4  # no chunk overflows, but the differences of their means do
     x[12, half:] -= huge / 4
     x[13, -1] = huge / 2
     x[14] = x[14].sign() * huge / 1e4  # only the sum of squares overflows
-    chunk = 32 * 16 // dtype.itemsize
-    x[15] += huge / 1e4 * (1 - torch.arange(cols).double() // chunk % 2 * 2)
-    x[16] *= (huge / 256) ** 0.5
+    chunk = 32 * 16 // dtype.itemsize  # 32 vectors of 16 bytes, as in emulated clusters of short rows
+    x[15] += huge / 1e4 * (1 - torch.arange(cols).double() // chunk % 2 * 2)  # the means of chunks alternate in sign
+    x[16] *= (huge / 256) ** 0.5  # squares near the largest number
     x[17, 1:] = 0
     x[17, 0] = huge
     x[18, ::2] = huge * x[18, ::2].sign()
@@ -101,28 +98,26 @@ def hard_rows(dtype, cols):
 
 
 def tiny_rows(dtype, cols):
-    """Return rows whose squares underflow in the accumulation type, except in float16, which has no such numbers.
-
-    The gradients of the input, which are divided by their standard deviations, are finite.
-    """
-    lowest = -20 if dtype == F16 else 12 - math.log2(torch.finfo(dtype).max)
-    x = torch.randn(9, cols, dtype=F64) * torch.logspace(lowest / 3, lowest, 9, base=2, dtype=F64)[:, None]
-    x[1::4] += x[1::4].abs().amax(1, keepdim=True) * 100
-    x[2, 1:] = 0
+    """Return rows whose squares underflow in the accumulation type, except in float16, which has no such numbers."""
+    # The reciprocals of their standard deviations, which multiply the gradients of the input, are finite.
+    exponent = -20 if dtype == F16 else 12 - math.log2(torch.finfo(dtype).max)
+    x = torch.randn(9, cols, dtype=F64) * torch.logspace(exponent / 3, exponent, 9, base=2, dtype=F64)[:, None]
+    x[1::4] += x[1::4].abs().amax(1, keepdim=True) * 100  # large means
+    x[2, 1:] = 0  # an outlier
     return x.to(dtype)
 
 
 def lazy_zeros(shape, device):
-    """Return zeros of bfloat16. On a CPU, only pages that are written to take memory."""
+    """Return zeros of bfloat16. On a CPU, pages of memory that are never written take none."""
     if device == "cpu":
         return torch.from_numpy(np.zeros(shape, np.int16)).view(BF16)
     size = math.prod(shape) * BF16.itemsize
-    if torch.cuda.mem_get_info()[0] < 5 * size:  # input, grad_output, grad_input and some room
+    if torch.cuda.mem_get_info()[0] < 5 * size:  # input, output, grad_output, grad_input, and one to spare
         pytest.skip(f"needs a GPU with {5 * size / 1e9:.0f} GB of free memory")
     return torch.zeros(shape, dtype=BF16, device=device)
 
 
-# Each of these functions returns the values of a tensor in another memory layout. NaN fills the memory around them.
+# Each of these functions returns the values of a tensor in another memory layout. The memory between them is NaN.
 
 
 def transposed(t):
@@ -130,14 +125,14 @@ def transposed(t):
 
 
 def every_second_column(t):
-    wide = torch.full((*t.shape[:-1], 2 * t.shape[-1]), torch.nan, dtype=t.dtype, device=t.device)
-    return wide[..., ::2].copy_(t)
+    buffer = torch.full((*t.shape[:-1], 2 * t.shape[-1]), torch.nan, dtype=t.dtype, device=t.device)
+    return buffer[..., ::2].copy_(t)
 
 
 def with_gaps(t):
     """Leave gaps in every dimension."""
-    wide = torch.full([n + 3 for n in t.shape], torch.nan, dtype=t.dtype, device=t.device)
-    return wide[tuple(slice(1, n + 1) for n in t.shape)].copy_(t)
+    buffer = torch.full([n + 3 for n in t.shape], torch.nan, dtype=t.dtype, device=t.device)
+    return buffer[tuple(slice(1, n + 1) for n in t.shape)].copy_(t)
 
 
 def misaligned(t):
@@ -151,21 +146,7 @@ def negative(t):
 
 LAYOUTS = [transposed, every_second_column, with_gaps, misaligned, negative]
 
-# Layouts of images and of rows of images.
-IMAGE_LAYOUTS = {
-    "contiguous": lambda: torch.randn(2, 3, 4, 5),
-    "channels_last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    "channels_last_3d": lambda: torch.randn(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d),
-    "sliced channels_last": lambda: torch.randn(2, 8, 4, 5).to(memory_format=torch.channels_last)[:, 2:5],
-    "one channel": lambda: torch.randn(2, 1, 4, 5).to(memory_format=torch.channels_last),
-    "one pixel": lambda: torch.randn(2, 3, 1, 1).to(memory_format=torch.channels_last),
-    "transposed batch": lambda: torch.randn(3, 2, 4, 5).transpose(0, 1),
-    "transposed rows": lambda: torch.randn(2, 3, 5, 4).transpose(2, 3),
-    "empty": lambda: torch.randn(0, 3, 4, 5).to(memory_format=torch.channels_last),
-}
-
-
-# Options of the operators, and batch dimensions of parameters. Rows that share a weight and a bias are called a sample.
+# Options of the operators, and batch dimensions of parameters. A sample is the rows that share a weight and a bias.
 
 VARIANTS = {
     "layer": {"rms": False, "zero_centered_weight": False},
@@ -174,11 +155,12 @@ VARIANTS = {
     "rms-centred": {"rms": True, "zero_centered_weight": True},
 }
 variants = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-# The variants of norms that can save their output for backward.
+# The variants that have memory_efficient=True, which saves the output for backward.
 layer_variants = pytest.mark.parametrize("variant", list(VARIANTS.values())[:2], ids=list(VARIANTS)[:2])
 rms_or_not = pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
 
-# Batch sizes of the input, of the weight and of the bias. A parameter of batch sizes () has normalized_shape.
+# Batch sizes of input, weight and bias: the shapes without the normalized dimension. () is a parameter that all rows
+# share, and None an absent one.
 BATCH_SIZES = {
     "shared": ((3, 5), (), ()),
     "shared, all dimensions": ((3, 5), (1, 1), (1, 1)),
@@ -199,8 +181,8 @@ batch_sizes = pytest.mark.parametrize("batches", BATCH_SIZES.values(), ids=BATCH
 def arguments(batches, cols, dtypes, device="cpu", surround=lambda t: t):
     """Return input, grad_output, weight and bias.
 
-    `batches` has the batch sizes of input, weight and bias; None means no parameter. `dtypes` are those of input and
-    both parameters, or of input, weight and bias. `surround` changes the layout of each tensor.
+    `batches` is a value of BATCH_SIZES. `dtypes` are those of input and both parameters, or of input, weight and bias.
+    `surround` changes the layout of each tensor.
     """
     x, dy = (surround(randn((*batches[0], cols), dtypes[0], device)) for _ in range(2))
     parameters = zip(batches[1:], (dtypes[1], dtypes[-1]), strict=True)

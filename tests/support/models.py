@@ -12,7 +12,7 @@ from support.reference import BF16, F16, F32, F64
 
 
 def snapshot(module):
-    """Return a module's class and attributes; comparing two snapshots compares tensors and hooks by identity."""
+    """Return a module's class and attributes. Snapshots are equal if tensors and hooks are the same objects."""
     return type(module), {name: copy.copy(value) for name, value in vars(module).items()}
 
 
@@ -31,8 +31,8 @@ def save_and_load(scripted):
     return torch.jit.load(buffer)
 
 
-class ViewsResult(torch.nn.Module):
-    """A convolution, a norm of its transposed output, and a view of the norm."""
+class ViewOfNorm(torch.nn.Module):
+    """A norm of a convolution's transposed output, and a view of the norm, which must be contiguous for it."""
 
     def __init__(self):
         super().__init__()
@@ -46,23 +46,24 @@ class ViewsResult(torch.nn.Module):
 
 
 class MyNorm(torch.nn.Module):
-    """RMSNorm with a zero-centred weight and attribute names of its own."""
+    """RMSNorm with a zero-centred weight and an eps called `small`: convert() needs build_ours() for it."""
 
     def __init__(self, width):
         super().__init__()
-        self.width, self.normalized_shape, self.small = width, "unused", 1e-3
+        self.width, self.normalized_shape, self.small = width, "no shape", 1e-3
         self.weight = torch.nn.Parameter(torch.zeros(width))
 
     def forward(self, x):
         return x / (x.square().mean(-1, keepdim=True) + self.small).sqrt() * (1 + self.weight)
 
 
-def build_ours(module, cls=RMSNorm):
-    return cls(module.width, module.small, zero_centered_weight=True, device="meta")
+def build_ours(module):
+    """Return this package's layer for a MyNorm, as a user registers it."""
+    return RMSNorm(module.width, module.small, zero_centered_weight=True, device="meta")
 
 
 def layer_with(forward, /, **attributes):
-    """Return an instance of a new subclass of torch.nn.LayerNorm with this forward and further attributes."""
+    """Return an instance of a new subclass of torch.nn.LayerNorm(5) with this forward and further attributes."""
     layer = type("Lookalike", (torch.nn.LayerNorm,), {"forward": forward})(5)
     for name, value in attributes.items():
         setattr(layer, name, value)
@@ -70,7 +71,7 @@ def layer_with(forward, /, **attributes):
 
 
 class LikeT5(torch.nn.Module):
-    """Returns the weight's dtype if that has 16 bits."""
+    """An RMSNorm as T5's, whose output has the weight's dtype if that has 16 bits."""
 
     def __init__(self, width):
         super().__init__()
@@ -82,7 +83,7 @@ class LikeT5(torch.nn.Module):
 
 
 class LikeLlama(LikeT5):
-    """Returns the wider dtype of input and weight."""
+    """An RMSNorm as Llama's, whose output has the wider dtype of input and weight."""
 
     def forward(self, x):
         y = x.to(F32)
@@ -104,7 +105,10 @@ FAMILY = {member.name: member for member in MEMBERS} | {
 
 
 class Model(torch.nn.Module):
-    """Calls members of the family, by default all of them, and returns a tuple of the outputs of each."""
+    """Calls functions of FAMILY by their names, by default all, and returns a tuple of the outputs of each.
+
+    `dtypes` are those of input, residual and parameters.
+    """
 
     def __init__(self, *members, dtypes=(F64, F64, F64)):
         super().__init__()

@@ -1,9 +1,9 @@
-"""Random calls of every operator, most of them wrong: see test_operator_calls.py.
+"""Random calls of every operator, most of them invalid: see test_operator_calls.py.
 
 Each call must raise an error that names an argument, or return the results of the formulas in float64. The shape
-functions must give the same errors, shapes, dtypes and strides. ``python -m support.operator_calls 0 100000`` makes the
-calls of these numbers and prints what is wrong. With ``--show`` it also prints each number before its call, so that the
-last one is that of a call that crashes.
+functions, which torch calls for meta tensors, must give the same errors, shapes, dtypes and strides. A seed makes a
+call: ``python -m support.operator_calls 0 100000`` makes those of 100,000 seeds and prints what is wrong. With
+``--show`` it also prints each seed before its call, so that the last one belongs to a call that crashes.
 """
 
 import random
@@ -28,19 +28,20 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 
 
-# Right calls
+# Valid calls
+
+KINDS = {"forward": ["plain"], "forward_.fused": ["residual", "scaled input and residual"]}
+ALL_KINDS = ["plain", "residual", "scaled input and residual", "gate"]
 
 
-def right_call(name, rng):
-    """Return the arguments of a right call."""
+def valid_call(name, rng):
+    """Return the arguments of a valid call by their names."""
     batch = rng.choice([(), (3,), (1,), (2, 3), (5, 4, 2), (1, 7), (0, 3), (2, 70)])
-    shape = rng.choice([(4,), (16,), (2, 8), (1,), (33,)])
+    shape = rng.choice([(4,), (16,), (2, 8), (1,), (33,)])  # normalized_shape
     dtype = rng.choice(DTYPES)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    kinds = ["residual", "gated residual"] if name == "forward_.fused" else ["plain"]
-    kinds = ["plain", "residual", "gated residual", "gate"] if name in ("forward.fused", "backward") else kinds
-    kind = rng.choice(kinds)
-    own_sizes = [rng.choice([1, size]) for size in batch]  # batch sizes of parameters, which are broadcast from 1
+    accumulation_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    kind = rng.choice(KINDS.get(name, ALL_KINDS))
+    parameter_batch = [rng.choice([1, size]) for size in batch]
     images = bool(batch) and len(shape) == 1 and rng.random() < 0.3
     images &= kind == "plain"
     may_have_groups = len(shape) == 1 and not images and "residual" not in kind
@@ -58,42 +59,43 @@ def right_call(name, rng):
 
     def parameter(least=0.5):
         """Return numbers in [least, least + 1), which may be divisors."""
-        own = [size if d == 0 or not images else 1 for d, size in enumerate(own_sizes)]
-        first = own[:1] if images else own[: rng.randint(0, len(own))]
+        # Parameters of images do not differ between pixels, the dimensions of the batch after the first one.
+        own = [size if d == 0 or not images else 1 for d, size in enumerate(parameter_batch)]
+        first = own[:1] if images else own[: rng.randint(0, len(own))]  # the others may be absent
         sizes = rng.choice([shape, (*own, *shape), (*[1] * len(batch), *shape), (*first, *shape)])
         values = lay_out(torch.rand(sizes, dtype=torch.float64)) + least
-        return values.to(rng.choice([dtype, wide, rng.choice(DTYPES)]))
+        return values.to(rng.choice([dtype, accumulation_dtype, rng.choice(DTYPES)]))
 
     args = {"input": draw(dtype), "normalized_shape": list(shape)}
     args["weight"] = rng.choice([None, parameter(least=-0.5 if flags["zero_centered_weight"] else 0.5)])
     args["bias"] = rng.choice([None, parameter()])
     if name != "forward":
-        args["input_scale"] = parameter() if kind == "gated residual" else None
+        args["input_scale"] = parameter() if kind == "scaled input and residual" else None
     args |= flags | {"images": images, "num_groups": num_groups}
     args |= {"sigmoid": rng.random() < 0.5, "gate_first": rng.random() < 0.5}
     if kind == "gate":
-        args["gate"] = draw(rng.choice([dtype, wide]))
+        args["gate"] = draw(rng.choice([dtype, accumulation_dtype]))
     if "forward" in name:
         args["eps"] = 0.01
         if "residual" in kind:
-            args["residual"] = draw(rng.choice([dtype, wide]))
+            args["residual"] = draw(rng.choice([dtype, accumulation_dtype]))
         return args
+    # For backward, the input of a norm with a residual is the sum.
     if "residual" in kind or (kind == "plain" and num_groups == 1 and not (images or flags["memory_efficient"])):
-        args["input"] = args["input"].to(rng.choice([dtype, wide]))
+        args["input"] = args["input"].to(rng.choice([dtype, accumulation_dtype]))
         args["grad_sum"] = rng.choice([None, draw(args["input"].dtype)])
-    if kind == "gated residual":
+    if kind == "scaled input and residual":
         args["scaled_input"] = draw(dtype)
     args["grad_output"] = draw(dtype)
     args["output_mask"] = [rng.random() < 0.7 for _ in range(6)]
-    acc = torch.float64 if dtype == torch.float64 else torch.float32
     statistics = Forward(as_rows(args["input"].double(), args), 0.01, flags["rms"])
     for key, t in (("mean", statistics.mean), ("rstd", statistics.rstd)):
-        ones = [] if num_groups > 1 else [1] * len(shape)
-        args[key] = None if t is None else lay_out(t.reshape(*t.shape[:-1], *ones)).to(acc)
+        ones = [] if num_groups > 1 else [1] * len(shape)  # the normalized dimensions
+        args[key] = None if t is None else lay_out(t.reshape(*t.shape[:-1], *ones)).to(accumulation_dtype)
     return args
 
 
-# Changes that make a call wrong or unusual
+# Changes that make a call invalid or unusual
 
 
 def other_shape(t, rng):
@@ -132,15 +134,16 @@ def overlapping(t, rng):
 
 
 def frames(t, rng):
-    """Return a view like that of a signal's overlapping frames: dimensions have steps smaller than their sizes."""
-    if not t.numel():
+    """Return a view whose rows overlap, like the frames of a signal."""
+    if not t.numel() or not t.dim():
         return t
-    steps = [rng.randint(1, 2) for _ in t.shape]
-    size = 1 + sum(step * (n - 1) for step, n in zip(steps, t.shape, strict=True))
-    return t.flatten().repeat(2 * t.dim())[:size].as_strided(t.shape, steps) if t.dim() else t
+    strides = [rng.randint(1, 2) for _ in t.shape]
+    size = 1 + sum(stride * (n - 1) for stride, n in zip(strides, t.shape, strict=True))
+    return t.flatten().repeat(2 * t.dim())[:size].as_strided(t.shape, strides)
 
 
 def strided(t, rng):
+    """Return the values with another order of dimensions in memory, or with gaps between elements."""
     dims = rng.sample(range(t.dim()), t.dim())
     back = sorted(range(t.dim()), key=dims.__getitem__)
     return rng.choice([t.permute(dims).contiguous().permute(back), torch.stack([t, t], -1)[..., 0]])
@@ -181,9 +184,9 @@ def change(name, args, rng):
     for key in rng.sample(tensors, min(len(tensors), rng.choice([0, 1, 1, 1, 2]))):
         kind = rng.choice(list(CHANGES))
         if (key, kind) == ("bias", "freed") and name.startswith("backward"):
-            continue  # often only its shape and dtype count
+            continue  # valid where backward needs only the shape and dtype of the bias
         if (key, kind) == ("residual", "frames") and name.startswith("forward_"):
-            continue  # torch refuses only tensors that repeat elements
+            continue  # torch's check of tensors that change in place accepts some overlaps
         value = ones if args.get(key) is None else args[key]
         args[key] = CHANGES[kind](value, rng)
         changes.append(f"{key}: {kind}")
@@ -194,22 +197,23 @@ def change(name, args, rng):
     return changes
 
 
-# Right results, in float64
+# Exact results, in float64
 
 
 def as_rows(t, args):
-    """Return a tensor, statistic or parameter with the normalized dimensions last, as one; see csrc/ops/geometry.h."""
-    dims, count, groups = args["input"].dim(), len(args["normalized_shape"]), args.get("num_groups") or 1
-    if t.dim() > count and args["images"]:
+    """Return an argument or result [*, cols] or, with groups, [*, groups, cols], which broadcasts to the input."""
+    dims, normalized_dims = args["input"].dim(), len(args["normalized_shape"])
+    groups = args.get("num_groups") or 1
+    if t.dim() > normalized_dims and args["images"]:
         t = t.reshape(*t.shape, *[1] * (dims - t.dim())).movedim(1, -1)
-    while count < t.dim() < dims:
-        t = t.unsqueeze(-1 - count)
-    t = t.flatten(-count)
+    while normalized_dims < t.dim() < dims:  # a parameter [N, cols] applies to each row of a sample
+        t = t.unsqueeze(-1 - normalized_dims)
+    t = t.flatten(-normalized_dims)
     return t if groups == 1 else t.unflatten(-1, (groups, t.shape[-1] // groups))
 
 
-def right_results(name, args):
-    """Return the right results of a call, as rows."""
+def exact_results(name, args):
+    """Return the exact results of a call by name, as rows."""
     values = {key: as_rows(t.double(), args) if isinstance(t, torch.Tensor) else t for key, t in args.items()}
     return (forward if "forward" in name else backward)(**values)
 
@@ -224,18 +228,19 @@ def backward(
     scaled_input=None, rms=False, zero_centered_weight=False, memory_efficient=False, num_groups=None, sigmoid=False,
     gate_first=False, **_,
 ):  # fmt: skip
-    """Return the gradients that follow from the given rstd and, with memory_efficient, from the output."""
+    """Return the gradients by name. They follow from the given rstd and, with memory_efficient, from the output."""
     factor, derivative = (None, None) if gate is None else activate(gate, sigmoid)[:2]
     is_before, is_after = gate is not None and gate_first, gate is not None and not gate_first
     x, dy = input * factor if is_before else input, grad_output * factor if is_after else grad_output
     w, b = 1 if weight is None else weight + zero_centered_weight, 0 if bias is None else bias
-    xhat = (x - b) / w if memory_efficient else x * rstd
+    xhat = (x - b) / w if memory_efficient else x * rstd  # with memory_efficient, the input is forward's output
     xhat = xhat if rms else xhat - xhat.mean(-1, keepdim=True)
-    recovered = SimpleNamespace(xhat=xhat, rstd=rstd)
-    dx = Backward(dy, recovered, w, rms, 0 if grad_sum is None else grad_sum).grad_input
+    forward = SimpleNamespace(xhat=xhat, rstd=rstd)  # has what Backward reads of a Forward
+    dx = Backward(dy, forward, w, rms, 0 if grad_sum is None else grad_sum).grad_input
 
-    default = x.shape[-1 if num_groups in (None, 1) else -2 :]
-    shape = next((p.shape for p in (weight, bias) if p is not None), default)
+    # The gradient of an absent parameter has the shape of the other one or, if both are absent, of a row.
+    row = x.shape[-1 if num_groups in (None, 1) else -2 :]
+    shape = next((p.shape for p in (weight, bias) if p is not None), row)
     shapes = (shape if p is None else p.shape for p in (weight, bias))
     results = [dx * factor if is_before else dx, *map(torch.Tensor.sum_to_size, (dy * xhat, dy), shapes)]
     results.append(dx * input * derivative if is_before else None)
@@ -244,14 +249,14 @@ def backward(
     results.append(None if input_scale is None else input_scale * dx)
     results.append(None if scaled_input is None else (scaled_input * dx).sum_to_size(input_scale.shape))
     names = ("grad_input", "grad_weight", "grad_bias", "grad_gate", "grad_scaled_input", "grad_input_scale")
-    return {name: t if wanted else None for name, t, wanted in zip(names, results, output_mask, strict=True)}
+    return {name: t if requested else None for name, t, requested in zip(names, results, output_mask, strict=True)}
 
 
 # Calls
 
 
 def is_plain(value):
-    """Whether a value is no tensor, or an ordinary strided one with values, for which the operators infer shapes."""
+    """Return whether a value is an ordinary tensor: strided, with memory, neither meta nor quantized; or no tensor."""
     if not isinstance(value, torch.Tensor):
         return True
     if type(value) is not torch.Tensor or value.layout != torch.strided or value.is_nested or value.is_quantized:
@@ -267,8 +272,8 @@ def like(value):
     return torch.empty_strided(value.shape, strides, dtype=value.dtype, device="meta")
 
 
-def facts(t):
-    """Return what a shape function says of a result. The strides of dimensions of size 1 are torch's choice."""
+def metadata(t):
+    """Return shape, dtype and strides. Strides of dimensions of size 1 do not count: torch may choose them."""
     if t is None:
         return None
     return t.shape, t.dtype, [(n, stride) for n, stride in zip(t.shape, t.stride(), strict=True) if t.numel() and n > 1]
@@ -285,11 +290,12 @@ def outcome(function, args):
 
 # Errors of torch that name no argument: of residuals that cannot be changed in place, and of calls without any tensor.
 TORCH_ERRORS = ("ZeroTensors are immutable", "unsupported operation: ", "There were no tensor arguments")
+# Parts of messages that a user should never see.
 INTERNAL = ("Unknown keyword", "expected at most", "Internal", "INTERNAL", "Could not run", "Undefined")
 
 
 def fault(name, args):
-    """Make a call and return what is wrong with its result, or None."""
+    """Make a call and return what is wrong with its error or its results, or None."""
     function = (OPERATORS | CHECKS)[name]
     plain = all(is_plain(value) for value in args.values())
     before = dict(args)
@@ -312,28 +318,29 @@ def fault(name, args):
     expected = outcome(function, {key: like(value) for key, value in args.items()})
     if isinstance(expected, str):
         return f"only the shape function refuses the call: {expected}"
-    if name == "forward":
+    if name == "forward":  # has no sum
         actual.insert(1, None)
         expected.insert(1, None)
-    if name == "forward_.fused":
+    if name == "forward_.fused":  # has written the sum into the residual
         actual.insert(1, args["residual"])
         expected.insert(1, like(args["residual"]))
     for t, e in zip(actual, expected, strict=True):
-        if facts(t) != facts(e):
+        if metadata(t) != metadata(e):
             return f"a result of {describe({'': t})} is {describe({'': e})} for the shape function"
     return compare(name, before, actual)
 
 
 def compare(name, args, actual):
+    """Return which result is wrong, or None."""
     weight = args.get("weight")
     if args["memory_efficient"] and "backward" in name and weight is not None:
         divisor = weight.double() + args["zero_centered_weight"]
-        if divisor.numel() and divisor.abs().min() < 0.1:
+        if divisor.numel() and divisor.abs().min() < 0.1:  # a division by it magnifies rounding errors
             return None
     dtype = max((t.dtype for t in args.values() if isinstance(t, torch.Tensor)), key=lambda d: TOLERANCES.get(d, 0))
-    for (key, right), result in zip(right_results(name, args).items(), actual, strict=True):
-        if (result is None) != (right is None):
-            return f"{key} is {result}, not {right}"
+    for (key, expected), result in zip(exact_results(name, args).items(), actual, strict=True):
+        if (result is None) != (expected is None):
+            return f"{key} is {result}, not {expected}"
         if result is None:
             continue
         if args["input"].numel() == 0:
@@ -341,8 +348,8 @@ def compare(name, args, actual):
                 return f"{key} of empty input is {result}"
             continue
         result = as_rows(result.double(), args)
-        error = (result - right.expand(result.shape)).abs().max().item()
-        if not error <= TOLERANCES[dtype] * (1 + right.abs().max().item()):
+        error = (result - expected.expand(result.shape)).abs().max().item()
+        if not error <= TOLERANCES[dtype] * (1 + expected.abs().max().item()):
             return f"{key} is off by {error}"
     return None
 
@@ -352,26 +359,26 @@ def describe(args):
     return ", ".join(f"{key} {t.dtype} {t.device} {t.layout} {t.stride()}" for key, t in tensors.items())
 
 
-def run(first, last, show=print):
-    """Make the calls of a range of numbers; return what is wrong in words."""
+def run(seeds, show):
+    """Make the call of each seed; return what is wrong in words. `show` is called with the seed before its call."""
     warnings.simplefilter("ignore")
     torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
     faults = []
-    for number in range(first, last):
-        show(number)
-        rng = random.Random(number)
-        torch.manual_seed(number)
+    for seed in seeds:
+        show(seed)
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
         name = rng.choice([*OPERATORS, *OPERATORS, *CHECKS])
-        args = right_call("forward.fused" if name in CHECKS else name, rng)
+        args = valid_call("forward.fused" if name in CHECKS else name, rng)
         changes = change(name, args, rng)
         wrong = fault(name, args)
         if wrong:
-            faults.append(f"call {number}, {name}, {', '.join(changes) or 'unchanged'}: {wrong}")
+            faults.append(f"seed {seed}, {name}, {', '.join(changes) or 'unchanged'}: {wrong}")
     return faults
 
 
 if __name__ == "__main__":
-    show = (lambda number: print(number, flush=True)) if "--show" in sys.argv else lambda number: None
-    found = run(int(sys.argv[1]), int(sys.argv[2]), show)
+    show = (lambda seed: print(seed, flush=True)) if "--show" in sys.argv else lambda seed: None
+    found = run(range(int(sys.argv[1]), int(sys.argv[2])), show)
     print(*found, sep="\n")
     sys.exit(bool(found))

@@ -8,7 +8,7 @@ import torch
 from support.models import randomize
 from support.reference import F32, F64
 
-# Options of all models of transformers, which map them to their own names and ignore others.
+# Options for every model of transformers: each maps these names to its own and ignores those that it lacks.
 CONFIG = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 CONFIG |= {"num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 16, "image_size": 32, "patch_size": 8}
 CONFIG |= {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 0}
@@ -19,7 +19,7 @@ T5 = {"d_ff": 24, "num_decoder_layers": 2, "use_cache": False}  # torch 2.11 can
 WHISPER = {"num_key_value_heads": 2, "decoder_attention_heads": 2, "decoder_layers": 1, "encoder_ffn_dim": 24}
 WHISPER |= {"decoder_ffn_dim": 24, "num_mel_bins": 4, "max_source_positions": 10, "max_target_positions": 16}
 CONVNEXT = {"hidden_sizes": [8] * 4, "depths": [1] * 4, "num_hidden_layers": 4, "patch_size": 4}
-# Layers without experts, whose operators take no float64.
+# Without experts ("mlp_only_layers"), whose operators take no float64.
 QWEN3_NEXT = {"layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1]}
 QWEN3_NEXT |= {"linear_num_value_heads": 2, "linear_num_key_heads": 1}
 QWEN3_NEXT |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
@@ -59,12 +59,13 @@ MODELS = {
 
 
 def model_and_inputs(name, dtype):
-    """Return a model of the table with random parameters, and its inputs."""
+    """Return a model of MODELS with random parameters, and its inputs by name."""
     model = randomize(build_model(name, MODELS[name][0])).to(dtype)
     return model, build_inputs(model, dtype)
 
 
 def build_model(name, options):
+    """Return a model of torch, timm, diffusers or, if the name has no prefix, transformers."""
     package, _, model = name.removesuffix(" with LayerScale").rpartition(" ")
     if package == "timm":
         return pytest.importorskip("timm").create_model(model, **options)
@@ -79,7 +80,7 @@ def build_model(name, options):
 
 
 def build_inputs(model, dtype):
-    """Return the first argument of the model and, if it has them, those of the decoder or of the condition."""
+    """Return a model's first argument and, if it has them, those of its decoder or the condition of its diffusion."""
     shapes = {"pixel_values": (2, 3, 32, 32), "x": (2, 3, 32, 32), "input_features": (2, 4, 20), "src": (2, 5, 16)}
     shapes["hidden_states"] = (2, 4, 8, 8)
     first, *others = inspect.signature(model.forward).parameters
@@ -93,10 +94,11 @@ def build_inputs(model, dtype):
 
 def logits_and_gradients(model, inputs):
     """Return the logits and the parameters' gradients of a loss that weights each logit differently."""
-    torch.manual_seed(1)  # for dropout
+    torch.manual_seed(1)  # so that dropout is the same in each call
     outputs = model(**inputs)
     logits = getattr(outputs, "logits", getattr(outputs, "sample", outputs))
     loss = logits.flatten() @ torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype)
+    # torch.compile adds a prefix to the names.
     parameters = {name.removeprefix("_orig_mod."): p for name, p in model.named_parameters() if p.requires_grad}
     gradients = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
     return {"logits": logits.detach(), **dict(zip(parameters, gradients, strict=True))}
@@ -111,7 +113,7 @@ def assert_close(actual, expected, tolerance):
 
 
 class Float64Throughout(torch.overrides.TorchFunctionMode):
-    """Replaces conversions to float32 by float64; Hugging Face's layers would round float64 input to float32."""
+    """Replaces conversions to float32 by conversions to float64, with which the layers of transformers would round."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         function = torch.Tensor.double if function is torch.Tensor.float else function

@@ -13,16 +13,17 @@ from torch._subclasses import FakeTensorMode
 import layernorm_ext
 from support.reference import F64
 
-# The inputs: activations, parameters of all rows, and parameters per sample and per position.
-SHAPES = {"x": (2, 3, 8), "r": (2, 3, 8), "q": (3, 2, 8), "w": (8,), "b": (8,), "s": (2, 1, 8), "h": (2, 1, 8)}
-SHAPES |= {"g": (2, 1, 8), "p": (1, 3, 8)}
+# The arguments of a program: activations, parameters of all rows, per sample, and per position.
+SHAPES = {"x": (2, 3, 8), "r": (2, 3, 8), "q": (3, 2, 8), "w": (8,), "b": (8,)}
+SHAPES |= {"s": (2, 1, 8), "h": (2, 1, 8), "g": (2, 1, 8), "p": (1, 3, 8)}
 NAMES = {"torch": torch, "F": F, "no_grad": torch.no_grad}
-EPS = 1e-5  # RMSNorm's default is that of the input's dtype
+EPS = 1e-5  # for all norms, so that graph_of() need not compute RMSNorm's default
 NAMES |= {name: partial(getattr(layernorm_ext, name), eps=EPS) for name in ("layer_norm", "rms_norm", "gated_rms_norm")}
 
-# Templates of statements with their weights. {f} is an activation, {p} a parameter, {y} the newest tensor, and {a} any
-# tensor; {n} is a new name, {k} a number, and {t} True or False. A statement that fails is dropped.
-CHAIN = {
+# Template of a statement -> how often it is drawn, relative to others. {f} is an activation, {p} a parameter, {y} the
+# newest tensor, and {a} any tensor; {n} is a new name, {k} a number, and {t} True or False. A statement that raises an
+# error is dropped.
+CHAIN = {  # what the pass fuses, or nearly
     "{n} = {f} + {f}": 6,
     "{n} = {f} + {y}": 4,
     "{n} = torch.add({f}, {f})": 2,
@@ -65,7 +66,7 @@ CHAIN = {
     "{n} = layer_norm(F.dropout({y}, 0.5, training=False), (8,))": 1,
     "{n} = {y} * {a}": 2,
 }
-NOISE = {
+NOISE = {  # what it does not fuse
     "{n} = {a}.sin()": 4,
     "{n} = {y}.sin()": 3,
     "{n} = {f}.view(6, 8)": 1,
@@ -85,7 +86,7 @@ NOISE = {
     "{n} = {p}.expand(2, 3, 8)": 1,
     "{n} = {p}.unsqueeze(0)": 1,
 }
-WRITES = {
+WRITES = {  # what changes a tensor that a fused call may read
     "{a}.mul_(0.5)": 3,
     "{y}.mul_(0.5)": 2,
     "{a}.add_({a})": 2,
@@ -102,9 +103,8 @@ WRITES = {
 }
 TEMPLATES = CHAIN | {key: weight / 2 for key, weight in NOISE.items()} | {key: n / 3 for key, n in WRITES.items()}
 
-# Statements that a checkpoint may compute twice, and statistics between reads of an exported program.
-REPEATABLE = CHAIN | NOISE
-STATISTICS = {
+REPEATABLE = CHAIN | NOISE  # a checkpoint computes its body a second time in backward
+STATISTICS = {  # norms beside an operator whose schema does not say that it writes
     "{n} = layer_norm({f}, (8,)); F.batch_norm({f}.reshape(-1, 8), w.detach(), b.detach(), training=True); "
     "{n} = {n} * w + b": 6,
     "{n} = {y} * (1 + w) + b": 2,
@@ -112,14 +112,17 @@ STATISTICS = {
 
 
 def inputs(seed):
-    """Return the leaves; half of the inputs require no gradient."""
+    """Return the arguments of a program, of which 0.7 require a gradient."""
     generator = torch.Generator().manual_seed(seed)
     leaves = [torch.randn(shape, generator=generator, dtype=F64) for shape in SHAPES.values()]
     return [leaf.requires_grad_(random.Random(seed + i).random() < 0.7) for i, leaf in enumerate(leaves)]
 
 
 def source(seed, templates=TEMPLATES):
-    """Return a program that runs in eager mode: a function of the inputs that returns some of its tensors."""
+    """Return a random program that runs in eager mode: a function of inputs(seed) that returns some of its tensors.
+
+    Each line is drawn, and then executed to see whether it raises an error and which tensors it makes.
+    """
     rng = random.Random(seed)
     torch.default_generator.manual_seed(seed)  # of dropout and rand_like
     tensors = dict(zip(SHAPES, (leaf.clone() for leaf in inputs(seed)), strict=True))
@@ -131,28 +134,29 @@ def source(seed, templates=TEMPLATES):
 
     for number in range(rng.randint(4, 14)):
         (template,) = rng.choices(list(templates), templates.values())
-        picks = {
+        draw = {
             "f": partial(pick, lambda t: t.shape in ((2, 3, 8), (3, 2, 8))),
-            "p": partial(pick, lambda t: t.shape[-1:] == (8,) and t.numel() < 48),
+            "p": partial(pick, lambda t: t.shape[-1:] == (8,) and t.numel() < 48),  # smaller than an activation
             "a": partial(pick, lambda t: True),
             "y": lambda names=tensors: list(names)[-1],
             "n": lambda number=number: f"t{number}",
             "k": lambda: rng.choice([1, 2]),
             "t": lambda: rng.choice([True, False]),
         }
-        line = re.sub("{(.)}", lambda match: str(picks[match[1]]()), template)  # noqa: B023 (called immediately)
+        line = re.sub("{(.)}", lambda match: str(draw[match[1]]()), template)  # noqa: B023 (called immediately)
         if "norm" in line and any(tensors[name].dtype != F64 for name in re.findall(r"\w+", line) if name in tensors):
-            continue  # float32 in another order rounds differently
-        scope = dict(tensors)
+            continue  # a fused call rounds float32 numbers differently
+        variables = dict(tensors)
         try:
-            exec(line, NAMES, scope)
+            exec(line, NAMES, variables)
         except (RuntimeError, IndexError, TypeError):
             continue
-        changed = {name: value for name, value in scope.items() if isinstance(value, torch.Tensor)}
-        if "norm" in line and list(changed.values())[-1].dtype != F64:  # modulations in float32 round differently
-            continue
-        if all(value.abs().max() < 100 for value in changed.values() if value.numel()):
-            tensors = changed
+        after = {name: value for name, value in variables.items() if isinstance(value, torch.Tensor)}
+        if "norm" in line and list(after.values())[-1].dtype != F64:
+            continue  # the line multiplies the norm by float32 numbers
+        # Errors are compared with the largest element, so that larger numbers would hide them.
+        if all(value.abs().max() < 100 for value in after.values() if value.numel()):
+            tensors = after
             lines.append(line)
     results = [name for name in tensors if name not in SHAPES and rng.random() < 0.5] or ["x"]
     results += [list(tensors)[-1]]
@@ -161,26 +165,30 @@ def source(seed, templates=TEMPLATES):
 
 
 def source_with_child(seed, templates):
-    """Return a program that calls a function of its own by ``run``, and perhaps ``hook`` of a result."""
+    """Return a program in which some lines are a function of their own, child, that ``run(child)`` calls.
+
+    ``run`` checkpoints the child or makes a module of it. The program calls ``hook`` with some results of the child.
+    """
     head, *lines, last = source(seed, templates).splitlines()
     rng = random.Random(seed)
-    first, end = sorted(rng.choices(range(len(lines) + 1), k=2))
+    begin, end = sorted(rng.choices(range(len(lines) + 1), k=2))  # lines[begin:end] become the child
     read = re.findall(r"\w+", "\n".join([*lines[end:], last]))
-    assigned = re.findall(r"t\d+(?= =)", "\n".join(lines[first:end]))
+    assigned = re.findall(r"t\d+(?= =)", "\n".join(lines[begin:end]))
     names = [name for name in dict.fromkeys(assigned) if name in read] or ["x"]
-    child = ["    def child():", *(f"    {line}" for line in lines[first:end]), f"        return {', '.join(names)},"]
-    called = [*child, f"    {', '.join(names)}, = run(child)", *[f"    hook({rng.choice(names)})"] * rng.randint(0, 1)]
-    return "\n".join([head, *lines[:first], *called, *lines[end:], last])
+    child = ["    def child():", *(f"    {line}" for line in lines[begin:end]), f"        return {', '.join(names)},"]
+    call = [f"    {', '.join(names)}, = run(child)", *[f"    hook({rng.choice(names)})"] * rng.randint(0, 1)]
+    return "\n".join([head, *lines[:begin], *child, *call, *lines[end:], last])
 
 
 def build(text, names=NAMES):
+    """Return the function that a program defines, in which these names have a meaning."""
     namespace = dict(names)
     exec(text, namespace)
     return namespace["program"]
 
 
-class Recorded(torch.fx.Proxy):
-    """A tensor in a graph that records assignments too."""
+class AssignableProxy(torch.fx.Proxy):
+    """A proxy that also records assignments, as Dynamo does: += and [...] =."""
 
     def __iadd__(self, other):
         return self.tracer.create_proxy("call_function", operator.iadd, (self, other), {})
@@ -191,17 +199,19 @@ class Recorded(torch.fx.Proxy):
 
 class Tracer(torch.fx.Tracer):
     def proxy(self, node):
-        return Recorded(node, self)
+        return AssignableProxy(node, self)
 
 
 class RecordValues(torch.fx.Interpreter):
+    """Runs a graph and writes the value of each node where Dynamo does."""
+
     def run_node(self, node):
         node.meta["example_value"] = super().run_node(node)
         return node.meta["example_value"]
 
 
 def graph_of(text, seed):
-    """Return the module that Dynamo makes of a program, recorded in a hundredth of its time."""
+    """Return the graph that Dynamo would record of a program; torch.fx takes a hundredth of Dynamo's time."""
     tracer = Tracer()
 
     @contextlib.contextmanager
@@ -222,15 +232,15 @@ def graph_of(text, seed):
 
 
 def results_of(function, seed):
-    """Return outputs, changed inputs and gradients."""
+    """Return a program's outputs, its arguments, which it may have changed, and the gradients of both."""
     torch.default_generator.manual_seed(seed)
     leaves = inputs(seed)
     arguments = [leaf.clone() for leaf in leaves]
     outputs = function(*arguments)
-    roots = [t for t in (*outputs, *arguments) if t.requires_grad]
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    results = [t for t in (*outputs, *arguments) if t.requires_grad]
+    differentiable = [leaf for leaf in leaves if leaf.requires_grad]
     gradients = ()
-    if roots and wanted:
-        weights = [torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view(t.shape) for t in roots]
-        gradients = torch.autograd.grad(roots, wanted, weights, materialize_grads=True)
+    if results and differentiable:
+        grad_outputs = [torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view(t.shape) for t in results]
+        gradients = torch.autograd.grad(results, differentiable, grad_outputs, materialize_grads=True)
     return [*outputs, *arguments, *gradients]

@@ -2,6 +2,7 @@
 
 float64 results are checked in numpy's long double (64-bit mantissa on x86, 113-bit on Arm). Its exponent range also
 holds the square of every double. All other results are checked in float64. The arrays of the checks are [rows, cols].
+Names that begin with abs_ are magnitudes, which bounds of errors multiply.
 """
 
 import functools
@@ -17,7 +18,8 @@ NAMES = {F64: "fp64", F32: "fp32", F16: "fp16", BF16: "bf16"}
 DTYPES = [(F64, F64), (F32, F32), (F16, F16), (BF16, BF16), (F16, F32), (BF16, F32)]
 DTYPES_16_BIT = DTYPES[2:]
 
-# Input, parameters, residual. A residual of 16-bit input may be float32, as are then the sum and its gradient.
+# (input, parameters, residual): a residual beside 16-bit input may be float32, and so are then the sum and its
+# gradient.
 RESIDUALS = [(*dtypes, dtypes[0]) for dtypes in DTYPES] + [(*dtypes, F32) for dtypes in DTYPES_16_BIT]
 
 
@@ -29,11 +31,12 @@ def dtypes_id(value):
 
 
 def statistics_dtype(dtype):
+    """Return the dtype of mean, rstd and the arithmetic for input of this dtype."""
     return F64 if dtype == F64 else F32
 
 
 def exact(tensor):
-    """Return a tensor as a numpy array of the wider type."""
+    """Return a tensor as a numpy array of float64 or, if it is float64 itself, of long double."""
     array = tensor.detach().cpu().double().resolve_neg().numpy()
     return array.astype(np.longdouble) if tensor.dtype == F64 else array
 
@@ -49,9 +52,9 @@ class Forward:
         if not rms:
             rounded_mean = x.mean(-1, keepdims=True)
             deviation = x - rounded_mean
-            correction = deviation.mean(-1, keepdims=True)
-            self.mean = rounded_mean + correction
-            deviation = deviation - correction
+            mean_error = deviation.mean(-1, keepdims=True)  # what rounding took from the mean
+            self.mean = rounded_mean + mean_error
+            deviation = deviation - mean_error
         self.rstd = ((deviation**2).mean(-1, keepdims=True) + eps) ** -0.5
         self.xhat = deviation * self.rstd
 
@@ -61,7 +64,7 @@ class Forward:
 
 
 class Backward:
-    """The gradients, and the sum of the magnitudes of grad_input's terms, to which its error is proportional."""
+    """The gradients for the upstream gradient dy, and that of the sum with a residual, grad_sum."""
 
     def __init__(self, dy, forward, weight, rms=False, grad_sum=0):
         self.g = dy if weight is None else dy * weight
@@ -82,7 +85,8 @@ class Backward:
         return self.dy.sum(0)
 
     @functools.cached_property
-    def terms(self):
+    def abs_terms(self):
+        """The sum of the magnitudes of grad_input's terms, to which its error is proportional."""
         abs_g, abs_xhat = abs(self.g), abs(self.xhat)
         mean_abs_g, mean_abs_gx = abs_g.mean(1, keepdims=True), (abs_g * abs_xhat).mean(1, keepdims=True)
         return self.rstd * (abs_g + mean_abs_g + (1 + abs_xhat) * mean_abs_gx) + abs(self.grad_sum)
@@ -97,29 +101,18 @@ def logistic(z):
 
 
 def activate(z, sigmoid=False):
-    """Return the activation of a gate, its derivative, and the sum of the magnitudes of the derivative's terms."""
-    s, complement = logistic(z), logistic(-z)
+    """Return silu or sigmoid of a gate, its derivative, and the sum of the magnitudes of the derivative's terms."""
+    s, complement = logistic(z), logistic(-z)  # 1 - s would lose digits
     if sigmoid:
         return s, s * complement, s * complement
     return z * s, s * (1 + z * complement), s * (1 + abs(z) * complement)
 
 
 def norm(
-    x,
-    weight=None,
-    bias=None,
-    eps=1e-5,
-    *,
-    residual=None,
-    input_scale=None,
-    gate=None,
-    rms=False,
-    zero_centered_weight=False,
-    num_groups=1,
-    sigmoid=False,
-    gate_first=False,
-):
-    """Return the output of the forward operator for float64 tensors [*, cols], its sum or None, and the statistics.
+    x, weight=None, bias=None, eps=1e-5, *, residual=None, input_scale=None, gate=None, rms=False,
+    zero_centered_weight=False, num_groups=1, sigmoid=False, gate_first=False,
+):  # fmt: skip
+    """Return output, sum or None, and the Forward of a norm of tensors [*, cols], with the operator's arguments.
 
     Autograd differentiates the results to any order.
     """
@@ -134,23 +127,24 @@ def norm(
     return y, total, forward
 
 
-# Largest error of the output before it is rounded to its dtype, relative to the magnitudes of its terms.
-# 5e-7 is the package's promise for float32 arithmetic at any number of columns and any mean. It equals 8 roundings of
-# 2^-24. Random rows reach half of it, and rows with few outliers 0.9 of it, because adding equal values to a large one
-# rounds in the same direction every time.
-# float64 gets 24 roundings of 2^-53, of which the same rows reach 0.75. It needs more of them because a vector has half
-# as many lanes, and because the sums of the chunks are not added in a wider type.
+# Largest error of the output before it is rounded to its dtype, relative to the magnitudes of its terms. 5e-7 is the
+# package's promise for float32 arithmetic at any number of columns and any mean. It equals 8 roundings of 2^-24. Random
+# rows reach half of it, and rows with few outliers 0.9 of it, because adding equal values to a large one rounds in the
+# same direction every time. float64 gets 24 roundings of 2^-53, of which rows with few outliers reach 0.75. It needs
+# more roundings because a vector has half as many lanes, so that each adds more numbers, and because no wider type adds
+# the sums of the chunks.
 OUTPUT = {F64: 24 * 2.0**-53, F32: 5e-7, F16: 5e-7, BF16: 5e-7}
 
-# Largest relative error of rstd. Where |xhat| is 1, it is the error of the output: OUTPUT * (1 + |xhat|).
+# Largest relative error of rstd: that of the output where |xhat| is 1, because its bound is OUTPUT * (1 + |xhat|).
 RSTD = {dtype: 2 * error for dtype, error in OUTPUT.items()}
 
 # Largest error of the gradients relative to their terms: the error of rstd and that of the gradients' own sums.
 # Random rows reach a third of it, and rows that hold few different values half.
 GRADIENT = RSTD
 
-# The same for the gradients of the parameters. Equal numbers round in the same direction each time, and the CPU kernels
-# add up to 64 rows one by one, with an error of up to 1.01e-6. Doubles have as many roundings.
+# Largest error of the gradients of the parameters relative to their terms. The CPU kernels add up to 64 rows one by
+# one. Equal numbers then round in the same direction each time, and float32 sums are off by up to 1.01e-6, float64 sums
+# by as many roundings.
 PARAMETER_GRADIENT = {dtype: 1.1 * error for dtype, error in GRADIENT.items()}
 
 # Largest relative errors of an activation and, relative to the magnitudes of its terms, of its derivative, in roundings
@@ -174,44 +168,47 @@ def unit(dtype):
     return torch.finfo(statistics_dtype(dtype)).eps / 2
 
 
-class Factors:
-    """The factors of the input and of the output of a gated norm, and their relative errors.
+class GateFactors:
+    """What a gated norm multiplies its input and its output by, and the relative errors of these factors.
 
-    One factor is the activation of the gate, and the other one is 1; without a gate both are.
+    One factor is the activation of the gate: that of the input with gate_first, otherwise that of the output. The other
+    factor is 1. Without a gate both are.
     """
 
     def __init__(self, dtype, gate=None, sigmoid=False, gate_first=False):
-        self.activation, self.slope, self.slope_terms = (1, 0, 0) if gate is None else activate(exact(gate), sigmoid)
+        activation, self.slope, self.abs_slope = (1, 0, 0) if gate is None else activate(exact(gate), sigmoid)
         self.is_first = gate is not None and gate_first
-        self.of_input, self.of_output = (self.activation, 1) if self.is_first else (1, self.activation)
-        error = 0 if gate is None else (ACTIVATION[gate.device.type][0] + 1) * unit(dtype)  # with that of the product
+        self.of_input, self.of_output = (activation, 1) if self.is_first else (1, activation)
+        # The error of the activation, and the rounding of the product with it.
+        error = 0 if gate is None else (ACTIVATION[gate.device.type][0] + 1) * unit(dtype)
         self.input_error, self.output_error = (error, 0) if self.is_first else (0, error)
 
 
 class CheckedForward(Forward):
-    """Forward of x times the factor of a gate that is applied first, with the errors that the factor's error causes.
+    """Forward of x times its gate factor, with bounds of the errors that an error of this factor causes.
 
-    An error of the elements changes xhat by rstd * (error - mean(error) - xhat * mean(xhat * error)). The attributes
-    are bounds of it. Without such a gate they are zero.
+    An error of the elements changes xhat by rstd * (error - mean(error) - xhat * mean(xhat * error)). Without a gate
+    before the norm, the bounds are zero.
     """
 
     def __init__(self, x, factors, eps, rms):
         super().__init__(x * factors.of_input, eps, rms)
         self.mean_error = self.rstd_error = self.xhat_error = 0  # rstd_error is relative to rstd
         if factors.is_first:
+            # Both errors are in standard deviations, like xhat.
             error, abs_xhat = factors.input_error * self.rstd * abs(x * factors.of_input), abs(self.xhat)
             mean_error, self.rstd_error = (t.mean(-1, keepdims=True) for t in (error, abs_xhat * error))
             self.mean_error = mean_error / self.rstd
             self.xhat_error = error + (0 if rms else mean_error) + abs_xhat * self.rstd_error
 
     def output_error(self, dtype, weight, bias):
-        """Return the largest error before the rounding: 5e-7 * (|weight| * (1 + |xhat|) + |bias|), and that of xhat."""
+        """Return the largest error before the output is rounded, from the arithmetic and from the error of xhat."""
         abs_weight, abs_bias = (default if p is None else np.abs(p) for p, default in ((weight, 1), (bias, 0)))
         return OUTPUT[dtype] * (abs_weight * (1 + np.abs(self.xhat)) + abs_bias) + abs_weight * self.xhat_error
 
 
 def assert_within(actual, expected, bounds, *context):
-    """Fail unless abs(actual - expected) <= bounds for all elements, and show the worst. NaN fails."""
+    """Fail unless abs(actual - expected) <= bounds for all elements, and show the worst and `context`. NaN fails."""
     actual = exact(actual).reshape(expected.shape)
     bounds = np.broadcast_to(bounds, expected.shape)
     with np.errstate(invalid="ignore"):
@@ -225,32 +222,23 @@ def assert_within(actual, expected, bounds, *context):
         )
 
 
-def factor_of_xhat(weight, zero_centered_weight):
-    """Return the weight, or 1 + weight if it is zero-centered, as an array."""
+def effective_weight(weight, zero_centered_weight):
+    """Return what xhat is multiplied by, the weight or 1 + weight, as an array."""
     return None if weight is None else exact(weight) + int(zero_centered_weight)
 
 
 def check_forward(
-    results,
-    x,
-    weight=None,
-    bias=None,
-    eps=1e-5,
-    context=(),
-    *,
-    rms=False,
-    zero_centered_weight=False,
-    dtype=None,
+    results, x, weight=None, bias=None, eps=1e-5, context=(), *, rms=False, zero_centered_weight=False, dtype=None,
     **gate,
-):
+):  # fmt: skip
     """Check output, mean and rstd of the 2-d tensor x, and return the exact Forward.
 
-    `dtype` is that of the output, by default that of x. `gate` are the arguments of Factors.
+    `dtype` is that of the output, by default that of x. `gate` are the arguments of GateFactors.
     """
     y, mean, rstd = results
-    factors = Factors(x.dtype, **gate)
+    factors = GateFactors(x.dtype, **gate)
     expected = CheckedForward(exact(x), factors, eps, rms)
-    w, b = factor_of_xhat(weight, zero_centered_weight), None if bias is None else exact(bias)
+    w, b = effective_weight(weight, zero_centered_weight), None if bias is None else exact(bias)
     dtype = dtype or x.dtype
     assert y.dtype == dtype and y.is_contiguous(), context
     value, error = expected.output(w, b), expected.output_error(dtype, w, b)
@@ -258,15 +246,15 @@ def check_forward(
     value = factors.of_output * value
     assert_within(y, value, error + rounding(dtype, value, error), "output", *context)
 
-    kind = statistics_dtype(x.dtype)
-    assert rstd.dtype == kind, context
-    smallest = rounding(kind, expected.rstd, 0)
+    arithmetic = statistics_dtype(x.dtype)
+    assert rstd.dtype == arithmetic, context
+    smallest = rounding(arithmetic, expected.rstd, 0)  # the smallest subnormal number
     if rms:
         assert mean is None, context
     else:
-        assert mean.dtype == kind, context
-        # The mean is rounded once. The remaining error is relative to the standard deviation.
-        mean_bound = torch.finfo(kind).eps / 2 * np.abs(expected.mean) + OUTPUT[x.dtype] / expected.rstd + smallest
+        assert mean.dtype == arithmetic, context
+        # The mean is rounded once. The remaining error is relative to the standard deviation, 1 / rstd.
+        mean_bound = unit(x.dtype) * np.abs(expected.mean) + OUTPUT[x.dtype] / expected.rstd + smallest
         assert_within(mean, expected.mean, mean_bound + expected.mean_error, "mean", *context)
     rstd_bound = (RSTD[x.dtype] + expected.rstd_error) * expected.rstd + smallest
     assert_within(rstd, expected.rstd, rstd_bound, "rstd", *context)
@@ -274,9 +262,9 @@ def check_forward(
 
 
 def check_sum(total, x, residual, input_scale, context=()):
-    """Check the sum of a residual and an input that is multiplied by input_scale.
+    """Check total = input_scale * x + residual.
 
-    The product and the sum are rounded to the arithmetic, and before them an input_scale of a wider dtype.
+    The product and the sum are rounded in the arithmetic, after an input_scale of a wider dtype.
     """
     x, residual, scale = (exact(t) for t in (x, residual, input_scale))
     product = scale * x
@@ -288,7 +276,7 @@ def check_sum(total, x, residual, input_scale, context=()):
 
 
 def scale_error(input_scale, dtype):
-    """Return the relative error of an input_scale that is rounded to the arithmetic."""
+    """Return the relative error of converting input_scale to the arithmetic for input of this dtype."""
     return unit(dtype) if input_scale.dtype.itemsize > statistics_dtype(dtype).itemsize else 0
 
 
@@ -297,17 +285,18 @@ def xhat_error_from_output(x, weight, bias, rms=False, zero_centered_weight=Fals
 
     The output has the error of its arithmetic and of its rounding, and both are divided by the weight.
     """
-    forward, w = Forward(exact(x), rms=rms), factor_of_xhat(weight, zero_centered_weight)
-    divisor, shift = 1 if w is None else np.abs(w), 0 if bias is None else np.abs(exact(bias))
-    abs_xhat, roundoff = np.abs(forward.xhat), torch.finfo(x.dtype).eps / 2
-    error = roundoff * (abs_xhat + shift / divisor) + 2 * OUTPUT[x.dtype] * (1 + abs_xhat + shift / divisor)
+    forward, w = Forward(exact(x), rms=rms), effective_weight(weight, zero_centered_weight)
+    abs_weight, abs_bias = 1 if w is None else np.abs(w), 0 if bias is None else np.abs(exact(bias))
+    abs_output = np.abs(forward.xhat) + abs_bias / abs_weight  # at most, and divided by the weight
+    roundoff = torch.finfo(x.dtype).eps / 2
+    error = roundoff * abs_output + 2 * OUTPUT[x.dtype] * (1 + abs_output)
     if x.dtype == F16:
-        error = error + 2.0**-25 / divisor  # half of the smallest subnormal output
+        error = error + 2.0**-25 / abs_weight  # half of the smallest subnormal output
     return error if rms else error + error.mean(1, keepdims=True)  # backward subtracts the average of xhat
 
 
 def broadcast_rows(t, batch):
-    """Return a tensor as a matrix that has a row for each element of the batch."""
+    """Return a tensor [..., cols] as a matrix with a row for each element of a batch of this shape."""
     return None if t is None else t.expand(*batch, t.shape[-1]).reshape(-1, t.shape[-1])
 
 
@@ -324,6 +313,7 @@ class Gradients:
         return any(self.by_name.get(name) is not None for name in names)
 
     def check(self, name, like, value, error):
+        """Check that a gradient has the shape and dtype of `like`, and that it is this value within the error."""
         if self.has_any(name):
             actual, context = self.by_name[name], (name, *self.context)
             assert actual.shape == like.shape and actual.dtype == like.dtype and actual.is_contiguous(), context
@@ -332,40 +322,25 @@ class Gradients:
     def check_sum_of_rows(self, name, like, products, errors):
         """Check the gradient of a parameter: the sums of products over the rows that share its values.
 
-        The batch sizes of the parameter, `like.shape[:-1]`, broadcast to those of the input.
+        `like` is the parameter, whose batch sizes broadcast to those of the input: each is a sample of rows.
         """
         if self.has_any(name):
-            count = math.prod(like.shape[:-1])
-            sample_of_row = torch.arange(count).view(like.shape[:-1]).expand(self.batch).flatten().numpy()
-            sums = ([t[sample_of_row == i].sum(0) for i in range(count)] for t in (products, errors))
-            sums = (np.array(each).reshape(like.shape) for each in sums)
-            self.check(name, like, *sums)
+            samples = math.prod(like.shape[:-1])
+            sample_of_row = torch.arange(samples).view(like.shape[:-1]).expand(self.batch).flatten().numpy()
+            sums = ([t[sample_of_row == i].sum(0) for i in range(samples)] for t in (products, errors))
+            value, error = (np.array(sum_of_rows).reshape(like.shape) for sum_of_rows in sums)
+            self.check(name, like, value, error)
 
 
 def check_backward(
-    results,
-    dy,
-    x,
-    weight=None,
-    bias=None,
-    eps=1e-5,
-    context=(),
-    *,
-    rms=False,
-    zero_centered_weight=False,
-    grad_sum=None,
-    xhat_error=0,
-    sum_error=0,
-    scaled_input=None,
-    input_scale=None,
-    gate=None,
-    **activation,
-):
+    results, dy, x, weight=None, bias=None, eps=1e-5, context=(), *, rms=False, zero_centered_weight=False,
+    grad_sum=None, xhat_error=0, sum_error=0, scaled_input=None, input_scale=None, gate=None, **activation,
+):  # fmt: skip
     """Check the gradients of input, weight, bias and, if given, gate, scaled_input and input_scale.
 
     `results` has the gradients in the order of Gradients.NAMES; those that are None are not checked. Return the exact
-    Backward. Parameters with batch dimensions have a gradient for each sample. `xhat_error` is the error of the xhat
-    that backward starts from, and `sum_error` a relative error of sums over rows in addition to PARAMETER_GRADIENT.
+    Backward. `xhat_error` is an error of the xhat from which backward computes the gradients, and `sum_error` a
+    relative error of sums over rows, in addition to PARAMETER_GRADIENT.
     """
     gradients, batch = Gradients(results, x, context), x.shape[:-1]
 
@@ -373,7 +348,7 @@ def check_backward(
         return None if tensor is None else exact(broadcast_rows(tensor, batch))
 
     b, w = rows(bias), None if weight is None else rows(weight) + int(zero_centered_weight)
-    factors = Factors(x.dtype, None if gate is None else broadcast_rows(gate, batch), **activation)
+    factors = GateFactors(x.dtype, None if gate is None else broadcast_rows(gate, batch), **activation)
     forward = CheckedForward(rows(x), factors, eps, rms)
     xhat_error, sum_error = xhat_error + forward.xhat_error, PARAMETER_GRADIENT[x.dtype] + sum_error
     grad_norm = rows(dy) * factors.of_output
@@ -392,25 +367,27 @@ def check_backward(
         return expected
 
     abs_g, value = abs_grad if w is None else abs_grad * np.abs(w), expected.grad_input
-    mean_error, mean_abs_gx = ((abs_g * t).mean(1, keepdims=True) for t in (xhat_error, abs_xhat))
-    error = (GRADIENT[x.dtype] + factors.output_error) * expected.terms
-    error = error + forward.rstd * (abs_xhat * mean_error + xhat_error * mean_abs_gx)
+    mean_gx_error, mean_abs_gx = ((abs_g * t).mean(1, keepdims=True) for t in (xhat_error, abs_xhat))
+    error = (GRADIENT[x.dtype] + factors.output_error) * expected.abs_terms
+    # The error of xhat in rstd * xhat * mean(g * xhat).
+    error = error + forward.rstd * (abs_xhat * mean_gx_error + xhat_error * mean_abs_gx)
     if gate is None:
         gradients.check("grad_input", x, value, error)
     else:
         f = factors.of_input
         gradients.check("grad_input", x, f * value, abs(f) * (error + factors.input_error * np.abs(value)))
-        # grad_gate is x * grad_input * slope if the gate is first, and otherwise grad_output * output * slope.
-        exact_factor, computed, computed_error = rows(x), value, error
-        if not factors.is_first:
-            exact_factor, computed = rows(dy), forward.output(w, b)
-            computed_error = forward.output_error(x.dtype, w, b)
+        # grad_gate is a product: x * (gradient of the gated input) * slope, or grad_output * (output of the norm) *
+        # slope.
+        if factors.is_first:
+            given, computed, computed_error = rows(x), value, error
+        else:
+            given, computed, computed_error = rows(dy), forward.output(w, b), forward.output_error(x.dtype, w, b)
         # The error of the derivative, and those of two products.
         computed_error = computed_error + (ACTIVATION[gate.device.type][1] + 2) * unit(x.dtype) * np.abs(computed)
-        bound = np.abs(exact_factor) * factors.slope_terms * computed_error
-        gradients.check("grad_gate", gate, exact_factor * computed * factors.slope, bound)
+        bound = np.abs(given) * factors.abs_slope * computed_error
+        gradients.check("grad_gate", gate, given * computed * factors.slope, bound)
     if input_scale is not None:
-        # The gradient of the sum may be rounded to the sum's dtype before it is multiplied.
+        # The gradient of the sum may be rounded to the sum's dtype before scaled_input and input_scale multiply it.
         error = error + rounding(x.dtype, value, error, gradients.arithmetic)
         scale, scaled = rows(input_scale), rows(scaled_input)
         bound = np.abs(scale) * (error + (unit(x.dtype) + scale_error(input_scale, x.dtype)) * np.abs(value))

@@ -7,17 +7,7 @@ import torch
 from support.backends import Results, forward, run
 from support.family import EPS
 from support.inputs import BATCH_SIZES, arguments, data_dtypes, hard_rows, randn, rms_or_not, tiny_rows
-from support.reference import (
-    F32,
-    F64,
-    Backward,
-    Forward,
-    assert_within,
-    check_backward,
-    check_forward,
-    exact,
-    norm,
-)
+from support.reference import F32, F64, Backward, Forward, assert_within, check_backward, check_forward, exact, norm
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
@@ -57,7 +47,7 @@ def assert_equal(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-# A case has batch sizes as in BATCH_SIZES, whether there is a residual, which tensors require a gradient, and options.
+# A case: batch sizes as in BATCH_SIZES, whether there is a residual, which of the tensors require a gradient, options.
 SHARED = [((4,), *parameters) for parameters in itertools.product([(), None], repeat=2)]
 CASES = [
     (batches, adds, requires_grad, {})
@@ -65,7 +55,7 @@ CASES = [
     for requires_grad in itertools.product([True, False], repeat=1 + adds + batches.count(()))
     if any(requires_grad)
 ]
-# In the projections of many elements, an error of one is small.
+# Batch sizes are replaced by small ones, because an error of one element is small in a projection of many.
 SMALLER = {1: 1, 2: 2, 3: 2, 4: 2, 5: 3, 7: 3}
 CASES += [
     (
@@ -79,17 +69,15 @@ CASES += [
 ]
 
 
-# Random projections of the Jacobians take a seventh of the time. The tolerances are a hundredth of the default ones, so
-# that an error of 0.01 in one element of a gradient fails; differences of float64 have errors of 1e-9.
+# Options of gradcheck. Random projections of the Jacobians (fast_mode) take a seventh of the time. The tolerances are a
+# hundredth of the default ones, so that an error of 0.01 in one element of a gradient fails; finite differences of
+# float64 have errors of 1e-9.
 PROJECTED = {"fast_mode": True, "rtol": 1e-5, "atol": 1e-7, "check_batched_grad": True}
 
 
 @pytest.mark.parametrize(("batches", "adds", "requires_grad", "options"), CASES)
 def test_first_and_second_derivatives(backend, batches, adds, requires_grad, options):
-    """In reverse and forward mode and batched; forward over reverse, and reverse over reverse.
-
-    gradcheck differentiates the output and the sum one at a time.
-    """
+    """In reverse and forward mode and batched; forward over reverse, and reverse over reverse."""
     x, residual, *parameters = arguments(batches, 4, (F64, F64), backend.device)
     tensors = [x, residual if adds else None, *parameters]
     present = [t.unflatten(-1, (2, 2)) for t in tensors if t is not None]
@@ -98,7 +86,7 @@ def test_first_and_second_derivatives(backend, batches, adds, requires_grad, opt
     def function(*inputs):
         given = iter(inputs)
         results = forward(backend, *(t if t is None else next(given) for t in tensors), EPS, (2, 2), **options)
-        return (results.output, results.total * 1.5) if adds else results.output
+        return (results.output, results.total * 1.5) if adds else results.output  # gradcheck takes one after the other
 
     assert gradcheck(function, inputs, check_forward_ad=True, check_batched_forward_grad=True, **PROJECTED)
     assert gradgradcheck(function, inputs, check_fwd_over_rev=True, **PROJECTED)
@@ -106,7 +94,7 @@ def test_first_and_second_derivatives(backend, batches, adds, requires_grad, opt
 
 @pytest.mark.parametrize("order", [3, 4])
 def test_higher_derivatives(layer_norm, double, leaves, order):
-    """torch's own third derivative is silently wrong."""
+    """The derivatives along given directions. torch's own third derivative is silently wrong."""
     directions = [double(*t.shape) for t in leaves]
 
     def derivative(function):
@@ -190,7 +178,7 @@ def test_nested_forward_mode(layer_norm, double, depth):
 
 
 def test_forward_mode_without_requires_grad(layer_norm, double):
-    """A tangent counts even if no tensor requires a gradient and only the weight has one."""
+    """The output has a tangent if only the weight has one and no tensor requires a gradient."""
     x, w, b, tangent = double(2, 5), double(5), double(5), double(5)
     with forward_ad.dual_level():
         dual = layer_norm(x, forward_ad.make_dual(w, tangent), b)
@@ -215,7 +203,7 @@ def test_transforms_check_their_arguments(backend, double):
         grad(lambda x: backend.layer_norm(x, [5], double(4), None, EPS).sum())(double(2, 5))
 
 
-# Precision of the transforms, whose compositions of aten operations have the bounds of the kernels
+# Precision of the transforms. They compose the results of aten operations, which must keep the bounds of the kernels.
 
 hard_or_tiny = pytest.mark.parametrize("rows, eps", [(hard_rows, 1e-5), (tiny_rows, 0.0)], ids=["hard", "tiny"])
 
@@ -228,7 +216,7 @@ hard_or_tiny = pytest.mark.parametrize("rows, eps", [(hard_rows, 1e-5), (tiny_ro
 def test_vmap_is_as_exact_as_the_kernels(backend, dtype, cols, rms, rows, eps, adds):
     """Also where squares overflow or underflow. With a residual, the sum of two halves is the row."""
     x = rows(dtype, cols).to(backend.device)
-    halves = (x / 2, x / 2) if adds else (x, torch.zeros_like(x))
+    halves = (x / 2, x / 2) if adds else (x, torch.zeros_like(x))  # input and residual
     x = sum(halves)
     dy, w, b = (randn(shape, dtype, backend.device) for shape in (x.shape, (cols,), (cols,)))
     dy = dy / 256  # else float16 gradients of tiny rows overflow
@@ -237,10 +225,10 @@ def test_vmap_is_as_exact_as_the_kernels(backend, dtype, cols, rms, rows, eps, a
         results = run(backend, x, dy, w, b, eps, residual=residual if adds else None, rms=rms)
         return {name: t for name, t in results._asdict().items() if t is not None}
 
-    results = Results(**vmap(both_passes)(*(t[:, None] for t in (*halves, dy))))
-    rows = results.rows((slice(None), 0))
-    check_forward(rows.forward, x, w, b, eps, rms=rms)
-    check_backward(rows.gradients, dy, x, w, b, eps, rms=rms)
+    results = Results(**vmap(both_passes)(*(t[:, None] for t in (*halves, dy))))  # a call for each row
+    matrices = results.rows((slice(None), 0))
+    check_forward(matrices.forward, x, w, b, eps, rms=rms)
+    check_backward(matrices.gradients, dy, x, w, b, eps, rms=rms)
     if dtype in (F32, F64):  # else each row's gradient of a parameter is rounded
         sums = (t.to(F64).sum(0).to(dtype) for t in (results.grad_weight, results.grad_bias))
         check_backward((None, *sums), dy, x, w, b, eps, rms=rms)
@@ -260,9 +248,10 @@ def test_first_derivatives_of_hard_values(backend, dtype, cols, rms, rows, eps):
 
     check_backward((vjp(function, x)[1](dy)[0], None, None), dy, x, w, None, eps, rms=rms)
     exact_forward = Forward(exact(x), eps, rms)
-    expected = Backward(exact(tangent), exact_forward, None, rms)  # the projection is symmetric
+    # The Jacobian of xhat is symmetric, so that Backward computes its product with the tangent as well.
+    expected = Backward(exact(tangent), exact_forward, None, rms)
     # Means of the tangent are added in the dtype: a few roundings more than in the kernels, which use double.
-    bound = 32 * torch.finfo(dtype).eps * expected.terms * abs(exact(w))
+    bound = 32 * torch.finfo(dtype).eps * expected.abs_terms * abs(exact(w))
     actual = jvp(function, (x,), (tangent,))[1]
     assert_within(actual, expected.grad_input * exact(w), bound + torch.finfo(dtype).tiny)
     with forward_ad.dual_level():
@@ -273,7 +262,8 @@ def test_first_derivatives_of_hard_values(backend, dtype, cols, rms, rows, eps):
 @pytest.mark.parametrize("dtype, exponent", [(F32, 118), (F32, 66), (F32, -70), (F64, 1000), (F64, -530)], ids=str)
 @rms_or_not
 def test_second_derivatives_of_hard_values(backend, double, dtype, exponent, rms):
-    """Without eps, the norm of x * 2^k is that of x, and each derivative by x has a factor of 2^-k."""
+    """Squares of x * 2^k overflow or underflow. Without eps, the norm of it is that of x, and each derivative by x has
+    a factor of 2^-k."""
     x, w, v = (double(*shape).to(dtype).double() for shape in ((3, 40), (40,), (3, 40)))
 
     def function(x, w):
@@ -290,14 +280,14 @@ def test_second_derivatives_of_hard_values(backend, double, dtype, exponent, rms
 
     expected = of_autograd(x, w, v)
     scaled = (x * 2.0**exponent).to(dtype), w.to(dtype), (v * 2.0**exponent).to(dtype)
-    # The CUDA kernels do not enlarge rows whose squares underflow.
+    # Unlike the others, the CUDA kernels do not multiply rows whose squares underflow by a power of two.
     for derivative in (of_autograd, of_func) if backend.name == "cpu" or exponent > 0 else (of_func,):
         first, by_x, by_w = derivative(*scaled)
         actual = [(first.double(), exponent), (by_x.double(), exponent), (by_w.double(), 0)]
-        for (value, power), right in zip(actual, expected, strict=True):
+        for (value, power), e in zip(actual, expected, strict=True):
             # A hundred roundings relative to the largest element.
-            tolerance = {"rtol": 0, "atol": 100 * torch.finfo(dtype).eps * right.abs().max().item()}
-            torch.testing.assert_close(value * 2.0**power, right, **tolerance)
+            tolerance = {"rtol": 0, "atol": 100 * torch.finfo(dtype).eps * e.abs().max().item()}
+            torch.testing.assert_close(value * 2.0**power, e, **tolerance)
 
 
 @rms_or_not
@@ -315,7 +305,7 @@ def test_transforms_of_nan_infinity_and_constants(backend, rms):
         assert torch.equal(y[3], bias)
         if rms:
             expected = x[4:, :1].double() / (x[4:, :1].double().square() + eps).sqrt() + 1
-            torch.testing.assert_close(y[4:], expected.float().expand(-1, 49), rtol=5e-7, atol=0)
+            torch.testing.assert_close(y[4:], expected.float().expand(-1, 49), rtol=5e-7, atol=0)  # as the kernels
         else:
             assert (y[4:] == 1).all()
     gradient = vmap(grad(lambda x: forward(backend, x, None, None, None, rms=rms).output.sum()))(x[3:])
@@ -326,7 +316,7 @@ def test_transforms_of_nan_infinity_and_constants(backend, rms):
 
 @pytest.mark.parametrize("shape", [(5,), (4, 5), (2, 3, 5)])
 def test_vmapped_backward_sums_parameter_gradients_over_rows(backend, double, shape):
-    """The operator itself must return the right shape, although the autograd engine reduces larger gradients."""
+    """Gradients of the shape of the rows would go unnoticed in autograd, which reduces gradients that are too large."""
     x, dy, w, b = double(3, *shape), double(3, *shape), double(5), double(5)
 
     def backward(x, dy):

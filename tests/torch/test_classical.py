@@ -14,7 +14,7 @@ def last_dimension(x, gamma, beta, eps=1e-5):
     return gamma * (x - mean) / torch.sqrt(variance + eps) + beta
 
 
-def squares_less_square(x, gamma=1, beta=0, eps=1e-5):
+def mean_square_less_squared_mean(x, gamma=1, beta=0, eps=1e-5):
     dims = tuple(range(1, x.dim()))
     mean = x.mean(dims, keepdim=True)
     variance = (x**2).mean(dims, keepdim=True) - mean**2
@@ -52,7 +52,7 @@ TEXT, WORDS, IMAGES = (6, 20), (7, 6, 20), (4, 3, 5, 8)  # [B, C], [L, B, C], [N
 # The layer by hand, its replacement, and the shapes of input and parameters.
 REPLACEMENTS = [
     *((last_dimension, LayerNorm(x[-1]), x, x[-1:]) for x in (TEXT, IMAGES)),
-    *((squares_less_square, LayerNorm(x[1:]), x, x[1:]) for x in (TEXT, IMAGES)),
+    *((mean_square_less_squared_mean, LayerNorm(x[1:]), x, x[1:]) for x in (TEXT, IMAGES)),
     (last_two_dimensions, LayerNorm((6, 20)), WORDS, (6, 20)),
     *((last_dimension, PerPosition((6, 20)), x, (6, 20)) for x in (TEXT, WORDS)),
     (eps_beside_deviation, LayerNorm(20, 2e-6), TEXT, (20,)),
@@ -76,17 +76,17 @@ def test_replacement_has_the_same_output_and_gradients(by_hand, replacement, sha
 
 
 @pytest.mark.parametrize(("offset", "least_error"), [(1e3, 1e-2), (1e4, 1e-1)])
-def test_difference_of_squares_loses_all_digits(offset, least_error):
+def test_a_difference_of_squares_loses_all_digits(offset, least_error):
     """In float32, E[x^2] and E[x]^2 differ only in the last digits if the mean is a thousand deviations."""
     x = torch.randn(16, 1024) + offset
     exact = nn.functional.layer_norm(x.double(), (1024,))
-    by_hand, ours = ((y - exact).abs().max() for y in (squares_less_square(x), layer_norm(x, (1024,))))
+    by_hand, ours = ((y - exact).abs().max() for y in (mean_square_less_squared_mean(x), layer_norm(x, (1024,))))
     assert not by_hand <= least_error  # NaN if the difference is negative
     assert ours <= 3e-6  # 5e-7 * (1 + |y|), with outputs up to 5
 
 
 def test_effect_of_eps_beside_the_deviation():
-    """With the same eps in both places."""
+    """The outputs of x / (std + eps) and x / sqrt(std^2 + eps) differ as docs/classical.md states."""
     x = torch.randn(4096, 20, dtype=torch.float64)
     difference = (eps_beside_deviation(x, eps=1e-5) - layer_norm(x, (20,))).abs().max().item()
-    assert difference == pytest.approx(1.7e-5, rel=0.05)  # as docs/classical.md states
+    assert difference == pytest.approx(1.7e-5, rel=0.05)

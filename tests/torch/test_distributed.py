@@ -50,7 +50,8 @@ from layernorm_ext import (
 PROCESSES = 4
 DTENSOR = "torch.distributed.tensor"
 CHECKS = []
-# Its DTensor cannot flatten a sharded second dimension, and its aten refuses sharded parameters in backward.
+# The DTensor of torch 2.11 cannot flatten a sharded second dimension, and its aten refuses sharded parameters in
+# backward.
 IS_2_11 = torch.__version__.startswith("2.11.")
 
 # Four processes add float32 numbers in another order than one: some hundred terms of size 1, each rounded by 6e-8.
@@ -59,6 +60,7 @@ SAME_BITS = {"rtol": 0, "atol": 0}
 
 
 def in_four_processes(check):
+    """Let the four processes run this function of a device mesh."""
     CHECKS.append(check)
     return check
 
@@ -113,7 +115,8 @@ def placements_of(tensors):
 def assert_stays_sharded(mesh, function, tensors, placements, tolerance):
     """Compare a function of distributed tensors with that of whole ones; neither pass needs a collective.
 
-    The first tensor is the input. The gradient of a replicated parameter is a partial sum.
+    The first tensor is the input, and all outputs have its placement. Each process has only a part of the sum that is
+    the gradient of a replicated parameter.
     """
     whole = [t.clone().requires_grad_() for t in tensors]
     distributed = [distribute_tensor(t, mesh, [p]).requires_grad_() for t, p in zip(tensors, placements, strict=True)]
@@ -124,18 +127,15 @@ def assert_stays_sharded(mesh, function, tensors, placements, tolerance):
     shards = [distribute_tensor(t, mesh, [placements[0]]) for t in grad_outputs]
     gradients, collectives = with_collectives(torch.autograd.grad, outputs, distributed, shards)
     assert placements_of(gradients) == [(p if p.is_shard() else Partial(),) for p in placements] and not collectives
-    for actual, e in zip(outputs, expected, strict=True):
-        torch.testing.assert_close(actual.full_tensor(), e, **tolerance)
-    for actual, e in zip(gradients, torch.autograd.grad(expected, whole, grad_outputs), strict=True):
-        torch.testing.assert_close(actual.full_tensor(), e, **ANOTHER_ORDER)
+    for y, e in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(y.full_tensor(), e, **tolerance)
+    for gradient, e in zip(gradients, torch.autograd.grad(expected, whole, grad_outputs), strict=True):
+        torch.testing.assert_close(gradient.full_tensor(), e, **ANOTHER_ORDER)
 
 
 @in_four_processes
 def family_keeps_batch_and_sequence_sharded(mesh):
-    """Images are sharded over N or H, and adaptive parameters over N. The residual of bfloat16 input is float32.
-
-    So is the gate of a gated norm.
-    """
+    """Images are sharded over N or H, adaptive parameters over N. Residuals and gates are always float32."""
     members = [member for member in MEMBERS if "inplace" not in member.options]
     for member, shard, dtype in itertools.product(members, (Shard(0), Shard(1)), (torch.float32, torch.bfloat16)):
         if member.takes_images and dtype == torch.bfloat16:
@@ -144,13 +144,13 @@ def family_keeps_batch_and_sequence_sharded(mesh):
         is_adaptive = "ada" in member.name
         if member.takes_images:
             x, r = (t.movedim(-1, 1).contiguous().movedim(1, -1) for t in (x, r))
-        tensors = [x.to(dtype), *([r] if member.takes_two else []), w if is_adaptive else w[0]]
-        tensors += [b if is_adaptive else b[0]] if member.takes_bias else []
-        of_parameters = shard if is_adaptive and shard == Shard(0) else Replicate()
-        placements = [shard if t.dim() == 3 else of_parameters for t in tensors]
+        tensors = [x.to(dtype), *([r] if member.takes_r else []), w if is_adaptive else w[0]]
+        tensors += [b if is_adaptive else b[0]] if member.takes_b else []
+        parameter_placement = shard if is_adaptive and shard == Shard(0) else Replicate()
+        placements = [shard if t.dim() == 3 else parameter_placement for t in tensors]
 
-        def function(x, *others, member=member):
-            return member(x, others[0], others[int(member.takes_two)], others[-1])
+        def function(x, *others, member=member):  # tensors that it does not take may be any
+            return member(x, others[0], others[int(member.takes_r)], others[-1])
 
         tolerance = ANOTHER_ORDER if member.takes_images else SAME_BITS
         assert_stays_sharded(mesh, function, tensors, placements, tolerance)
@@ -160,7 +160,7 @@ def family_keeps_batch_and_sequence_sharded(mesh):
 def parameters_per_sample_are_sharded_with_the_batch(mesh):
     x, shared = torch.randn(4, 8, 16), torch.randn(16)
     per_sample, per_position = torch.randn(4, 1, 16), torch.randn(1, 8, 16)
-    cases = [  # function, shard of the input, weight and bias, and whether they have the input's shard
+    cases = [  # function, shard of the input, weight, bias, and whether each of these has the input's shard
         (layer_norm, Shard(0), per_sample, per_sample.cos(), True, True),
         (layer_norm, Shard(0), per_sample, shared, True, False),
         (layer_norm, Shard(1), per_sample, per_sample.cos(), False, False),
@@ -176,34 +176,34 @@ def parameters_per_sample_are_sharded_with_the_batch(mesh):
 
 @in_four_processes
 def placements_and_collectives_equal_those_of_aten(mesh):
-    """DTensor caches placements. Calls that differ only in a missing parameter or output_mask must not share them."""
+    """Also for calls that differ only in an absent parameter or output_mask, whose placements DTensor's cache has."""
     x, w, b, dy = random_tensors()
     two_by_two = init_device_mesh("cpu", (2, 2))
     cases = [(mesh, (placement,)) for placement in (Shard(0), Shard(1), Shard(2), Replicate())]
     cases += [(two_by_two, pair) for pair in itertools.product((Shard(0), Shard(1), Replicate()), repeat=2)]
     for mesh, placements in cases:
         dx, ddy = distribute_tensor(x, mesh, placements), distribute_tensor(dy, mesh, placements)
-        for parameter_placement, has_weight, wants_bias in itertools.product(
+        for parameter_placement, has_weight, needs_db in itertools.product(
             (Replicate(),) if IS_2_11 else (Replicate(), Shard(0)), (False, True), (False, True)
         ):
             dw, db = (distribute_tensor(t, mesh, [parameter_placement] * mesh.ndim) for t in (w, b))
             parameters = (dw if has_weight else None, db)
             results = []
-            for forward, backward, others in (
+            for forward, backward, gates in (  # and the entries of output_mask for gates
                 (torch.ops.layernorm.forward, torch.ops.layernorm.backward, [False] * 3),
                 (torch.ops.aten.native_layer_norm, torch.ops.aten.native_layer_norm_backward, []),
             ):
                 outputs, forward_collectives = with_collectives(forward, dx, (16,), *parameters, 1e-5)
-                arguments = (ddy, dx, (16,), *outputs[1:], *parameters, [True, has_weight, wants_bias, *others])
+                arguments = (ddy, dx, (16,), *outputs[1:], *parameters, [True, has_weight, needs_db, *gates])
                 gradients, backward_collectives = with_collectives(backward, *arguments)
                 placed = placements_of((*outputs, *gradients[:3]))
                 results.append((*placed, forward_collectives, backward_collectives))
-            assert results[0] == results[1], (placements, parameter_placement, has_weight, wants_bias)
+            assert results[0] == results[1], (placements, parameter_placement, has_weight, needs_db)
 
 
 @in_four_processes
 def only_batch_dimensions_stay_sharded(mesh):
-    """Partial sums become whole. The cached placements depend on normalized_shape."""
+    """The input becomes whole if a normalized dimension is sharded, or if processes have terms of its sum."""
     x = torch.randn(4, 8, 16)
     sharded = distribute_tensor(x, mesh, [Shard(1)])
     partial = DTensor.from_local(x, mesh, [Partial()])
@@ -271,7 +271,7 @@ def sequence_parallel_block_matches(mesh):
         torch.testing.assert_close(actual.grad.full_tensor(), expected.grad, **ANOTHER_ORDER)
 
 
-class WithGate(nn.RMSNorm):
+class NormWithGate(nn.RMSNorm):
     def forward(self, x, gate=None):
         y = super().forward(x)
         return y if gate is None else (y * nn.functional.silu(gate)).to(x.dtype)
@@ -279,7 +279,7 @@ class WithGate(nn.RMSNorm):
 
 @in_four_processes
 def norms_of_several_inputs_take_a_layout_for_each(mesh):
-    """As the documents say: SequenceParallel would leave out all but the first, and is refused."""
+    """With PrepareModuleInput, as documented. SequenceParallel distributes only the first input, and is refused."""
     x, z = torch.randn(2, 4, 8, 16)
     scale, shift = torch.randn(2, 4, 16)
     cases = [
@@ -306,7 +306,7 @@ def norms_of_several_inputs_take_a_layout_for_each(mesh):
         local = [t.to_local().requires_grad_() for t in shards]
         whole = [t.clone().requires_grad_() for t in inputs]
         outputs, gradients = results(norm, whole, [whole[0], *norm.parameters()])
-        # Among these are modules with and without a mean, with two results, and with parameters per sample.
+        # To save time, these alone are compiled: without a mean, with two results, and with parameters per sample.
         is_compiled = cls in (GatedRMSNorm, AddLayerNorm, AdaLayerNorm)
         for f in (parallel, compiled) if is_compiled else (parallel,):
             actual, (dx, *others) = results(f, local, [local[0], *parallel.parameters()])
@@ -321,14 +321,14 @@ def norms_of_several_inputs_take_a_layout_for_each(mesh):
         with pytest.raises(RuntimeError, match=f"all inputs of {cls.__name__} to be distributed, but got one of"):
             refused(*local)
 
-    register_conversion(WithGate)
+    register_conversion(NormWithGate)
     for is_converted_first in (True, False):
-        norm = WithGate(16)
+        norm = NormWithGate(16)
         if is_converted_first:
             assert convert(norm).replaced
         parallelize_module(norm, mesh, SequenceParallel())
         if is_converted_first:
-            with pytest.raises(RuntimeError, match="all inputs of WithGate to be distributed"):
+            with pytest.raises(RuntimeError, match="all inputs of NormWithGate to be distributed"):
                 norm(x, z)
         else:
             assert "convert the model before it is parallelized" in convert(norm).skipped[""]
@@ -341,7 +341,7 @@ def torch_model():
     """Return a model with torch's layers, of which the first is smaller than a shard of the model, and subclasses."""
     torch.manual_seed(1)
     layers = [nn.LayerNorm(16), nn.Linear(16, 64), nn.LayerNorm(64), nn.Linear(64, 32), nn.RMSNorm(32)]
-    model = nn.Sequential(*layers, SubclassNorm(32), WithGate(32))
+    model = nn.Sequential(*layers, SubclassNorm(32), NormWithGate(32))
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.5)
     return model
@@ -375,8 +375,8 @@ def assert_output_and_gradients(parallel, full_gradients):
 def converted_layers_are_sharded_by_their_class(mesh):
     """FSDP wraps the layers that it would wrap without the conversion."""
     register_conversion(SubclassNorm)
-    register_conversion(WithGate)
-    norms = (nn.LayerNorm, nn.RMSNorm, WithGate)
+    register_conversion(NormWithGate)
+    norms = (nn.LayerNorm, nn.RMSNorm, NormWithGate)
     parallel = torch_model()
     assert len(convert(parallel).replaced) == 5
     options = {"use_orig_params": True, "device_id": torch.device("cpu")}
@@ -397,7 +397,7 @@ def converted_layers_are_sharded_by_their_class(mesh):
 def layers_are_replaced_after_fsdp1_has_wrapped_them(mesh):
     """Some processes have an empty part of a small parameter, and others parts of different sizes."""
     register_conversion(SubclassNorm)
-    register_conversion(WithGate)
+    register_conversion(NormWithGate)
     policies = (None, ModuleWrapPolicy({nn.LayerNorm, nn.RMSNorm}))
     for use_orig_params, policy in itertools.product((False, True), policies):
         options = {"use_orig_params": use_orig_params, "auto_wrap_policy": policy, "device_id": torch.device("cpu")}
@@ -424,7 +424,7 @@ def layers_are_replaced_after_fsdp1_has_wrapped_them(mesh):
 @in_four_processes
 def layers_are_replaced_after_fsdp2_has_sharded_them(mesh):
     register_conversion(SubclassNorm)
-    register_conversion(WithGate)
+    register_conversion(NormWithGate)
     parallel = torch_model()
     for module in (parallel[2], parallel):
         fully_shard(module, mesh=mesh)
@@ -441,7 +441,7 @@ def layers_are_replaced_after_fsdp2_has_sharded_them(mesh):
 def test_later_import_of_dtensor_registers_the_sharding_rules():
     """This package does not import DTensor, which takes half as long as torch and which some builds of torch lack.
 
-    DTensor's loader pickles before the import, and after it, when it is as it would be without this package.
+    An import hook adds a method to DTensor's loader until the import has run. The loader can be pickled all the time.
     """
     code = f"""
 import importlib.util, pickle, sys

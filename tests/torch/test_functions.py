@@ -37,11 +37,12 @@ def layouts(member):
 
 
 def parameter_shapes(member, shape):
-    """Return the shapes of parameters: shared, per sample, per column of pixels, per position, and per row."""
+    """Return all kinds of shapes that parameters may have beside input [n, *inner, c], which broadcast to it."""
     n, *inner, c = shape
-    shapes = {(c,), (n, *[1] * len(inner), c), (n, *inner[:-1], *[1][: len(inner)], c), (1, *inner, c), tuple(shape)}
+    per_sample, ones = (n, *[1] * len(inner), c), (1, *[1] * len(inner), c)
     if member.takes_images:
-        return {(c,), (n, *[1] * len(inner), c), (1, *[1] * len(inner), c), (n, c)}
+        return {(c,), per_sample, ones, (n, c)}
+    shapes = {(c,), per_sample, (n, *inner[:-1], *[1][: len(inner)], c), (1, *inner, c), tuple(shape)}
     return shapes | {(n, c)} if "ada" in member.name else shapes
 
 
@@ -86,21 +87,21 @@ def loss(outputs):
 @family
 @pytest.mark.parametrize("mask", list(itertools.product([False, True], repeat=4)), ids=str)
 def test_outputs_require_gradients_if_the_formula_does(member, mask):
-    """A sum does not depend on the weight and the bias, and is a constant if only these require gradients."""
+    """The second output, a sum, does not depend on weight and bias: it requires no gradient if only these do."""
     x, r, w, b = randn((2, 3, 40), F64), randn((2, 3, 40), F64), randn((40,), F64).abs() + 0.5, randn((40,), F64)
     tensors, wide = leaves([x, r, w, b])
-    for t, copy, wanted in zip(tensors, wide, mask, strict=True):
-        t.requires_grad_(wanted)
-        copy.requires_grad_(wanted)
+    for t, copy, requires in zip(tensors, wide, mask, strict=True):
+        t.requires_grad_(requires)
+        copy.requires_grad_(requires)
     outputs, expected = member(*tensors), member.formula(*wide)
     assert [y.requires_grad for y in outputs] == [y.requires_grad for y in expected]
-    for first in range(len(outputs)):  # of all outputs, and of the sum alone
+    for first in range(len(outputs)):  # the gradients of all outputs, then those of the sum alone
         some = [i for i in range(first, len(outputs)) if expected[i].requires_grad]
         if some:
             options = {"materialize_grads": True, "retain_graph": True}
             gradients, expected_gradients = (
-                torch.autograd.grad(loss([results[i] for i in some]), [t for t in of if t.requires_grad], **options)
-                for results, of in ((outputs, tensors), (expected, wide))
+                torch.autograd.grad(loss([results[i] for i in some]), [t for t in args if t.requires_grad], **options)
+                for results, args in ((outputs, tensors), (expected, wide))
             )
             # Some ten roundings of sums of at most 240 products.
             assert_near(gradients, expected_gradients, 1e-13, [F64] * sum(mask))
@@ -111,9 +112,8 @@ def test_outputs_require_gradients_if_the_formula_does(member, mask):
 def test_derivatives_with_mixed_dtypes(member, dtypes):
     """First and second derivatives, torch.func's gradient, vmap and forward mode agree with float64.
 
-    test_autograd.py compares with finite differences. With memory_efficient, there is no second derivative, which is
-    that of a product of gradients. Images are contiguous. The gradient of a float32 residual is rounded once to that of
-    the input.
+    The second derivative is that of a product of gradients; memory_efficient norms have none. test_autograd.py compares
+    with finite differences.
     """
 
     def derivatives(function, tensors):
@@ -133,10 +133,10 @@ def test_derivatives_with_mixed_dtypes(member, dtypes):
         directions = tuple(t.to(a.dtype) for t, a in zip(tangents, tensors, strict=True))
         return *gradients, *batched, *torch.func.jvp(function, tuple(tensors), directions)[1]
 
-    of_inputs = [layouts(member)[-1](randn((2, 3, 40), dtype)) for dtype in dtypes[:2]]
+    activations = [layouts(member)[-1](randn((2, 3, 40), dtype)) for dtype in dtypes[:2]]  # images are contiguous
     parameter_shape = (2, 40) if "ada" in member.name else (40,)
-    of_parameters = [(randn(parameter_shape, F64).abs() + 0.1).to(dtype) for dtype in dtypes[2:]]
-    tensors, wide = leaves([*of_inputs, *of_parameters])
+    parameters = [(randn(parameter_shape, F64).abs() + 0.1).to(dtype) for dtype in dtypes[2:]]
+    tensors, wide = leaves([*activations, *parameters])
     tangents = [torch.randn_like(t) for t in tensors]
     # Sums of some products of size 1, and 64 roundings to the narrowest dtype: a memory-efficient backward divides the
     # rounded output by weights as small as 0.1.
@@ -148,9 +148,10 @@ def test_derivatives_with_mixed_dtypes(member, dtypes):
     if "memory_efficient" in member.options:
         with pytest.raises(NotImplementedError, match="memory_efficient=True does not keep"):
             first[0].sum().backward()
-    if member.adds and "gate" not in member.options:
+    if member.adds_residual and "gate" not in member.options:
         (x, r, *_), (dx, dr, *_) = tensors, first
-        assert torch.equal(outputs[1], x + r) and torch.equal(dx, dr.to(dx.dtype))
+        assert torch.equal(outputs[1], x + r)
+        assert torch.equal(dx, dr.to(dx.dtype))  # both are the gradient of the sum
     with torch.inference_mode():
         assert_same_bits(member(*(t.detach().clone() for t in tensors)), outputs)
     if "inplace" not in member.options:  # r.clone() has no tangent within vmap
@@ -168,18 +169,18 @@ def test_a_memory_efficient_backward_has_no_derivative_by_the_bias_either():
 
 
 def test_in_place_addition_is_tracked_or_refused_by_autograd():
-    """A view of the residual may change only while autograd does not record."""
+    """While autograd records, the residual must be neither a view nor a leaf, nor saved by another function."""
 
     def add(x, r, **options):
         return add_layer_norm(x, r, (8,), **options)
 
     x, r = torch.randn(2, 8, 3, 8), torch.randn(2, 8, 3, 8)
     expected, total = add(x, r)
-    for recorded, view in ((False, False), (False, True), (True, False)):
+    for requires_grad, is_view in ((False, False), (False, True), (True, False)):
         changed = r.clone()
-        residual = changed[:] if view else changed
-        output, returned = add(x.clone().requires_grad_(recorded), residual, inplace=True)
-        assert returned is residual and returned.requires_grad == recorded
+        residual = changed[:] if is_view else changed
+        output, returned = add(x.clone().requires_grad_(requires_grad), residual, inplace=True)
+        assert returned is residual and returned.requires_grad == requires_grad
         assert_same_bits((output, changed), (expected, total))
     with pytest.raises(RuntimeError, match="Expected residual not to be a view"):
         add(x.requires_grad_(), r.clone()[:], inplace=True)
@@ -188,13 +189,13 @@ def test_in_place_addition_is_tracked_or_refused_by_autograd():
         add(x, r.requires_grad_(), inplace=True)
     assert torch.equal(r, before)
     for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
-        saved = r.exp()  # the backward of exp needs its output
-        kept = saved.sum()
+        residual = r.exp()  # the backward of exp needs its output
+        loss = residual.sum()
         with mode():
-            add(x, saved, inplace=True)
-        assert saved._version == 1
+            add(x, residual, inplace=True)
+        assert residual._version == 1
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            kept.backward()
+            loss.backward()
     output, total = add(x, r.detach().clone(), inplace=True)
     add(output, total, inplace=True)  # as the next block does
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -243,38 +244,39 @@ def test_functionalized_calls_change_the_residual():
 
 
 def tensors_to_save(member, x, r, w, b, output, total=None):
-    """Return the tensors that the wanted gradients need, apart from the statistics."""
-    wants_x, wants_w, wants_b = x.requires_grad, w.requires_grad, b.requires_grad and member.has_bias
-    wants_r = r.requires_grad and member.takes_two
-    gates, is_first = "gate" in member.options, "gate_first" in member.options
-    wants_gate = b.requires_grad if gates else wants_r and member.is_gated_norm
-    efficient = "memory_efficient" in member.options
-    wants_rows = wants_x or wants_r or wants_gate
+    """Return the tensors that the gradients of those that require one need, apart from the statistics."""
+    needs_dx, needs_dw, needs_db = x.requires_grad, w.requires_grad, b.requires_grad and member.has_bias
+    needs_dr = r.requires_grad and member.takes_r
+    scales_input, gate_first = "gate" in member.options, "gate_first" in member.options
+    needs_dgate = b.requires_grad if scales_input else needs_dr and member.is_gated_norm
+    memory_efficient = "memory_efficient" in member.options
+    needs_gradient_of_rows = needs_dx or needs_dr or needs_dgate
     saved = [w]
-    if wants_rows or wants_w:
-        saved.append(output if efficient else x if total is None else total)
-    if gates and (wants_x or wants_gate):  # the factor of the input
-        saved += [b, *[x] * wants_gate]
-    if member.is_gated_norm and (wants_rows or wants_w or (wants_b and not is_first)):
+    if needs_gradient_of_rows or needs_dw:
+        saved.append(output if memory_efficient else x if total is None else total)
+    if scales_input and (needs_dx or needs_dgate):  # b is the factor of x
+        saved += [b, *[x] * needs_dgate]
+    if member.is_gated_norm and (needs_gradient_of_rows or needs_dw or (needs_db and not gate_first)):
         saved.append(r)
-    # xhat is computed from the output, and the gradient of a gate from the norm's output, each with the bias. Its own
-    # gradient needs its dtype if the weight has another one.
-    needs_bias = wants_gate and member.is_gated_norm and not is_first or efficient and (wants_rows or wants_w)
-    if member.has_bias and (needs_bias or (wants_b and b.dtype != w.dtype)):
+    # Backward from the output subtracts the bias to find xhat, and a gate behind the norm multiplies the norm's output,
+    # which has the bias. Without either, the bias is saved for the dtype of its gradient if the weight has another one.
+    computes_with_bias = needs_dgate and member.is_gated_norm and not gate_first
+    computes_with_bias |= memory_efficient and (needs_gradient_of_rows or needs_dw)
+    if member.has_bias and (computes_with_bias or (needs_db and b.dtype != w.dtype)):
         saved.append(b)
     return saved
 
 
 @family
 @pytest.mark.parametrize("bias_dtype", [F32, F64], ids=str)
-def test_autograd_saves_what_the_wanted_gradients_need(member, bias_dtype):
-    """And one or two numbers per row, for every choice of the tensors that want gradients."""
+def test_autograd_saves_only_what_the_gradients_need(member, bias_dtype):
+    """And mean and rstd of each row, for every choice of the tensors that require gradients."""
     parameter_shape = (4, 64) if "ada" in member.name else (64,)
     shapes, dtypes = ((4, 32, 64), (4, 32, 64), parameter_shape, parameter_shape), (F32, F32, F32, bias_dtype)
     for mask in itertools.product([False, True], repeat=4):
         tensors = [torch.randn(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True)]
-        for tensor, wanted in zip(tensors, mask, strict=True):
-            tensor.requires_grad_(wanted)
+        for tensor, requires in zip(tensors, mask, strict=True):
+            tensor.requires_grad_(requires)
         found = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, found=found: found.append(t) or t, lambda t: t):
             outputs = member(*tensors)
@@ -293,10 +295,11 @@ def test_autograd_saves_what_the_wanted_gradients_need(member, bias_dtype):
 
 @pytest.mark.parametrize("eps", [None, 1e-3])
 def test_rms_norm_matches_torch(eps):
-    """For every pair of dtypes. torch rounds several times, and the default eps matters for input of size 1e-3 or 0."""
+    """For every pair of dtypes. The default eps, that of the dtype, matters for input of size 1e-3 or 0."""
     for dtype, weight_dtype, scale in itertools.product(FLOATS, FLOATS, (1, 1e-3, 0)):
         x, w = randn((4, 40), dtype) * scale, randn(40, weight_dtype)
         actual, expected = rms_norm(x, (40,), w, eps), F.rms_norm(x, (40,), w, eps)
+        # torch rounds several times, to the dtype of input and weight, or to float32 beside a float64 weight.
         unit = max(torch.finfo(t).eps for t in (dtype, F32 if weight_dtype == F64 else weight_dtype))
         atol = 4 * (torch.finfo(dtype).tiny if dtype == weight_dtype else unit)
         torch.testing.assert_close(actual, expected, rtol=4 * unit, atol=atol)
@@ -306,11 +309,10 @@ def test_rms_norm_matches_torch(eps):
 
 
 def call_all(members):
-    """Return a function that calls each member with four tensors of its own, and returns all outputs."""
+    """Return a function that calls each member with the next four of its tensors, and returns all outputs."""
 
     def call(*tensors):
-        of_members = zip(members, range(0, len(tensors), 4), strict=True)
-        return [y for member, i in of_members for y in member(*tensors[i : i + 4])]
+        return [y for i, member in enumerate(members) for y in member(*tensors[4 * i : 4 * i + 4])]
 
     return call
 
@@ -319,7 +321,7 @@ def call_all(members):
 def test_compiled_calls_have_the_same_bits(layout):
     """Also the gradients, in the memory format of the input, and by the same graph when the batch sizes change.
 
-    Symbolic columns take twice as long; test_inductor_fuses_neighbours_of_every_size has them.
+    The number of columns is constant, because a symbolic one takes twice as long. The next test has it.
     """
     members = [member for member in MEMBERS if layout in layouts(member)]
     recorder = AotEagerAndRecordGraphs()
@@ -341,14 +343,14 @@ def test_compiled_calls_have_the_same_bits(layout):
 
 @pytest.mark.inductor
 def test_inductor_fuses_neighbours_of_every_size():
-    """Inductor may copy a residual that changes in place. Residuals are float32 and parameters float64.
+    """Inductor may copy a residual that changes in place, which another rounding would show: it is float32.
 
-    The members call all operators; options that are numbers concern only test_compiled_calls_have_the_same_bits.
+    These members call all operators but forward, which test_tracing.py gives to Inductor. The other options are numbers
+    for Inductor; the test above has them.
     """
-    by_name = {member.name: member for member in MEMBERS}
-    names = ["layer_norm, memory_efficient", "add_layer_norm, inplace", "add_rms_norm, gate, inplace"]
-    names += ["add_ada_layer_norm, gate", "gated_rms_norm, gate_first, num_groups, zero_centered_weight"]
-    members = [by_name[name] for name in names]
+    names = ["add_rms_norm, gate, inplace", "add_ada_layer_norm, gate"]
+    names += ["gated_rms_norm, gate_first, num_groups, zero_centered_weight"]
+    members = [member for member in MEMBERS if member.name in names]
 
     def function(*tensors):
         return [2 * y for y in call_all(members)(*tensors)]
@@ -364,8 +366,8 @@ def test_inductor_fuses_neighbours_of_every_size():
         torch.testing.assert_close(compiled(*tensors), actual[0], rtol=tolerance, atol=tolerance)
 
 
-def test_the_two_norms_have_the_same_signature(monkeypatch):
-    """The C++ function takes the arguments of the one in Python, which it calls for unusual ones, in the same order."""
+def test_norm_in_cpp_and_in_python_have_the_same_signature(monkeypatch):
+    """_C.norm takes the arguments of _calls.norm in the same order, and passes unusual ones to it."""
     python = _calls.norm
     parameters = inspect.signature(python).parameters
     given = {"name": "rms_norm", "input": randn((3, 8), F32), "normalized_shape": (8,), "weight": randn(8, F32)}
@@ -379,7 +381,7 @@ def test_the_two_norms_have_the_same_signature(monkeypatch):
     changes += [residual, residual | {"rms": True}, residual | {"inplace": True}]
     changes += [{"images": True, "normalized_shape": ()}]
     expected = [python(**deepcopy(given | change)) for change in changes]
-    monkeypatch.delattr(_calls, "norm")  # so that a call that C++ passes on raises an error
+    monkeypatch.delattr(_calls, "norm")  # so that _C.norm must take these calls itself
     for change, results in zip(changes, expected, strict=True):
         by_name, by_position = (deepcopy(given | defaults | change) for _ in range(2))
         assert_same_bits(tree_leaves(results), tree_leaves(_C.norm(**by_name)), change)

@@ -30,9 +30,9 @@ TAKES_LISTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)  # of
 
 
 @pytest.fixture(autouse=True)
-def forget_counts(monkeypatch):
+def count_anew_and_raise_errors(monkeypatch):
     fuse_neighbors.counts.clear()
-    monkeypatch.setattr(fuse_neighbors, "raises", True)
+    monkeypatch.setattr(fuse_neighbors, "raises", True)  # users get a warning, and the graph as it was
 
 
 def tensors(dtype=F64, shape=(2, 3, 8)):
@@ -42,14 +42,14 @@ def tensors(dtype=F64, shape=(2, 3, 8)):
 
 
 def outputs_and_gradients(function, arguments):
-    """Return outputs, the arguments, which may have changed, and gradients; the function gets no leaves."""
+    """Return outputs, arguments, which the function may change because it gets copies, and the gradients of both."""
     torch.default_generator.manual_seed(0)
     copies = [t.clone() for t in arguments]
     outputs = function(*copies)
     results = [*(outputs if isinstance(outputs, tuple) else (outputs,)), *copies]
-    roots = [t for t in results if t.requires_grad]
-    weights = [torch.linspace(-1, 1, t.numel()).view(t.shape).to(t.dtype) for t in roots]
-    return [*results, *torch.autograd.grad(roots, arguments, weights, materialize_grads=True)]
+    differentiable = [t for t in results if t.requires_grad]
+    grad_outputs = [torch.linspace(-1, 1, t.numel()).view(t.shape).to(t.dtype) for t in differentiable]
+    return [*results, *torch.autograd.grad(differentiable, arguments, grad_outputs, materialize_grads=True)]
 
 
 def assert_same(actual, expected, **tolerance):
@@ -57,18 +57,18 @@ def assert_same(actual, expected, **tolerance):
 
 
 def compare(function, arguments=None, backend=fusion.eager, **options):
-    """Compare a compiled function with the eager one and return what was fused."""
+    """Compare a compiled function with the eager one; return how many calls of each kind the pass has inserted."""
     arguments = tensors() if arguments is None else arguments
     compiled = torch.compile(function, backend=backend, **{"fullgraph": True} | options)
     assert_same(*(outputs_and_gradients(each, arguments) for each in (compiled, function)))
     return dict(fuse_neighbors.counts)
 
 
-# Functions of x, residual r, weight w, bias b, scale s, shift h and gate g: an expression, or statements.
+# Functions of x, residual r, weight w, bias b, scale s, shift h and gate g are written as an expression, or as
+# statements.
 
 
-def two(total, function=norm, **options):
-    """Return the norm of a sum, and the sum."""
+def norm_and_sum(total, function=norm, **options):
     return function(total, **options), total
 
 
@@ -80,42 +80,44 @@ NAMES = {
     "BF16": BF16,
     "norm": norm,
     "rms_norm": rms_norm,
-    "two": two,
+    "norm_and_sum": norm_and_sum,
 }
 
 
 def function_of(text):
+    """Return the function x, r, w, b, s, h, g -> the expression, or what the statements return."""
     body = textwrap.indent(text if "return " in text else f"return {text}", "    ")
     namespace = dict(NAMES)
     exec(f"def function(x, r, w, b, s, h, g):\n{body}", namespace)
     return namespace["function"]
 
 
+# What is fused: the kinds of calls and their numbers.
 ADD, GATE = {"add": 1}, {"gate and add": 1}
 MODULATE, ADD_MODULATE, ALL = {"modulate": 1}, {"add and modulate": 1}, {"gate, add and modulate": 1}
 
 SUMS = [
-    "two(x + r)",
-    "two(r + x)",
-    "two(torch.add(x, other=r))",
-    "two(x.add(r, alpha=1))",
-    "two(x + r, rms_norm)",
-    "two(x + r, weight=w, bias=b)",
-    "two(x + r, weight=s, bias=b)",
+    "norm_and_sum(x + r)",
+    "norm_and_sum(r + x)",
+    "norm_and_sum(torch.add(x, other=r))",
+    "norm_and_sum(x.add(r, alpha=1))",
+    "norm_and_sum(x + r, rms_norm)",
+    "norm_and_sum(x + r, weight=w, bias=b)",
+    "norm_and_sum(x + r, weight=s, bias=b)",
     "norm(x + r)",
-    "(*two(x + r), (x + r).sin(), x + r)",
-    "two(x + x)",
+    "(*norm_and_sum(x + r), (x + r).sin(), x + r)",
+    "norm_and_sum(x + x)",
     "(norm(t := x + r), rms_norm(t), t)",
     "(norm((t := x + r).view(3, 2, 8), weight=w), t)",
     "(norm((t := x + r).reshape(t.size(0) * t.size(1), -1)), t)",
-    "two((x + r).view(6, 8))",
-    "two((x.to(F64) + r.double()).contiguous().to(r.dtype).type_as(x))",  # conversions without effect
-    "with torch.no_grad(): return two(x + r)",
-    "t = x.sin(); t += r; return two(t)",
-    "t = x.sin(); v = t.view(2, 3, 8); v += r; return two(v)",
-    "with torch.no_grad(): t = x.sin(); t = t.add_(r); return two(t)",
-    "t = x.clone(); t.add_(r); return two(t)",  # a statement, whose result is not used
-    "t = x.sin(); t.add_(r); t += x; return two(t)",
+    "norm_and_sum((x + r).view(6, 8))",
+    "norm_and_sum((x.to(F64) + r.double()).contiguous().to(r.dtype).type_as(x))",  # conversions without effect
+    "with torch.no_grad(): return norm_and_sum(x + r)",
+    "t = x.sin(); t += r; return norm_and_sum(t)",
+    "t = x.sin(); v = t.view(2, 3, 8); v += r; return norm_and_sum(v)",
+    "with torch.no_grad(): t = x.sin(); t = t.add_(r); return norm_and_sum(t)",
+    "t = x.clone(); t.add_(r); return norm_and_sum(t)",  # a statement, whose result is not used
+    "t = x.sin(); t.add_(r); t += x; return norm_and_sum(t)",
     "t = x.sin(); t += r; y = norm(t); states = x.new_zeros(2, 2, 3, 8); states[1] = t; return y, states",
     "t = x + r; y = norm(t); buf = torch.zeros_like(t); buf.copy_(t); return y, buf",
     "(norm((t := x + r)[None]), t)",
@@ -123,11 +125,11 @@ SUMS = [
     "(norm(F.dropout(t := x + r, 0.5, training=False)), t)",
 ]
 GATES = [
-    "two(g * x + r)",
-    "two(r + x * g)",
-    "two(torch.addcmul(r, g, x))",
-    "two(torch.mul(w, x).add(r))",
-    "two(r + x.multiply(g))",
+    "norm_and_sum(g * x + r)",
+    "norm_and_sum(r + x * g)",
+    "norm_and_sum(torch.addcmul(r, g, x))",
+    "norm_and_sum(torch.mul(w, x).add(r))",
+    "norm_and_sum(r + x.multiply(g))",
 ]
 MODULATIONS = [
     "norm(x) * (1 + s) + h",
@@ -195,29 +197,29 @@ def test_any_batch_takes_one_graph_without_new_guards(text):
     assert counters[0].frame_count == counters[1].frame_count
 
 
-# Functions whose graph stays as it is, or is fused in part
+# Functions whose graph stays as it is (REFUSED), or is fused in part (PARTS)
 
 REFUSED = [
-    "two(x + w)",
-    "two(s + r)",
-    "two(x + 1.5)",
-    "two(torch.add(x, r, alpha=2))",
-    "two(x.add(r, alpha=2))",
-    "two(torch.addcmul(r, g, x, value=2))",
-    "two(x + r.float())",
-    "two(x.float() + r)",
-    "two(x.mT.contiguous().mT + r.mT.contiguous().mT)",  # the sum has other strides
-    "t = x + r; t.mul_(2); return two(t)",
-    "t = x + r; t[:, 0].zero_(); return two(t)",
-    "t = x + r; t[0] = 1; return two(t)",
-    "t = x + r; F.dropout(t, 0.5, True, True); return two(t)",
-    "t = x + r; F.relu(t, True); return two(t)",
-    "t = x + r; torch.mul(t.detach(), 2, out=t.detach()); return two(t)",
-    "t = x + r; t += 1; return two(t)",
+    "norm_and_sum(x + w)",
+    "norm_and_sum(s + r)",
+    "norm_and_sum(x + 1.5)",
+    "norm_and_sum(torch.add(x, r, alpha=2))",
+    "norm_and_sum(x.add(r, alpha=2))",
+    "norm_and_sum(torch.addcmul(r, g, x, value=2))",
+    "norm_and_sum(x + r.float())",
+    "norm_and_sum(x.float() + r)",
+    "norm_and_sum(x.mT.contiguous().mT + r.mT.contiguous().mT)",  # the sum has other strides
+    "t = x + r; t.mul_(2); return norm_and_sum(t)",
+    "t = x + r; t[:, 0].zero_(); return norm_and_sum(t)",
+    "t = x + r; t[0] = 1; return norm_and_sum(t)",
+    "t = x + r; F.dropout(t, 0.5, True, True); return norm_and_sum(t)",
+    "t = x + r; F.relu(t, True); return norm_and_sum(t)",
+    "t = x + r; torch.mul(t.detach(), 2, out=t.detach()); return norm_and_sum(t)",
+    "t = x + r; t += 1; return norm_and_sum(t)",
     "t = x + r; t.transpose_(0, 1); return norm(t)",
     "norm((x.half() + r.half()).view(BF16))",  # bits as another dtype
     "torch.ops.layernorm.forward.default(x + r, (8,))[2]",
-    "two(x + r, memory_efficient=True)",
+    "norm_and_sum(x + r, memory_efficient=True)",
     "t = x + r\nwith torch.autocast('cpu', BF16): return norm(t), t",
     "norm(x) * (1 + r[0]) + r[1]",
     "((y := norm(x)) * (1 + s) + h, y)",
@@ -228,51 +230,51 @@ REFUSED = [
     "t = x.sin(); v = t[0]; t += r; return norm(t), v",
     "with torch.no_grad(): t = x.sin(); c = t.chunk(2, -1); t += r; return norm(t), c[0] * 1",
     "t = x.sin(); v = t.view(6, 8); t += r; return norm(t), v * 1",
-    "x += r; return two(x)",
-    "t = x.sin(); t.add_(r, alpha=2); return two(t)",
-    "t = x.sin()\nwith torch.no_grad(): t += r\nreturn two(t)",  # the sum in place keeps the gradient of x
-    "two((x + r)[:, :2])",
-    "two((x + r)[:, torch.tensor([1, 0, 2])])",
-    "two(F.dropout(x + r, 0.5, True))",
+    "x += r; return norm_and_sum(x)",
+    "t = x.sin(); t.add_(r, alpha=2); return norm_and_sum(t)",
+    "t = x.sin()\nwith torch.no_grad(): t += r\nreturn norm_and_sum(t)",  # the sum in place keeps the gradient of x
+    "norm_and_sum((x + r)[:, :2])",
+    "norm_and_sum((x + r)[:, torch.tensor([1, 0, 2])])",
+    "norm_and_sum(F.dropout(x + r, 0.5, True))",
     "(y := norm(x)) * (1 + y)",
     "(norm(t := x + r), t.retain_grad(), t)[::2]",
 ]
 PARTS = {
-    "two(x * r + x)": ADD,
-    "(*two((p := g * x) + r), p)": ADD,
-    "two((p := g * x) + p)": ADD,
-    "two((w > 0) * x + r)": ADD,
+    "norm_and_sum(x * r + x)": ADD,
+    "(*norm_and_sum((p := g * x) + r), p)": ADD,
+    "norm_and_sum((p := g * x) + p)": ADD,
+    "norm_and_sum((w > 0) * x + r)": ADD,
     "((p := norm(x) * (1 + s)) + h, p.sin())": MODULATE,
     "with torch.no_grad(): t = x + r\nreturn norm(t) * (1 + s) + h, t": MODULATE,
     "t = x + r; y = norm(t.detach() + r); t.mul_(2); return y, t": ADD,
-    # The fused calls would save, besides what these programs save, what they write.
+    # Backward of the fused call would need a tensor that the function changes later, which the original does not save.
     "y = norm(x, weight=w, bias=b) * (1 + s) + h; b.mul_(2); return y": {},
     "t = r + g * x.detach(); y = norm(t); g.mul_(2); return y, t": ADD,
     "t = (x + r).detach(); y = norm(t) * (1 + s); t.mul_(2); return y": {},
     # Norms of groups have no residual.
     "t = x + r; return layernorm_ext.gated_rms_norm(t, None, (8,), num_groups=2), t": {},
     "t = x + r; return layernorm_ext.gated_layer_norm(t, None, (8,), num_groups=2) * (1 + s) + h, t": MODULATE,
-    # The early write must not get behind the call, whose last argument comes before it.
-    "r = r.sin(); x.mul_(2); return two(x + r)": ADD,
-    # Autograd saves less in the original: with the fused call, a later write would make backward raise.
+    # The call must not be inserted before the write to x, although all nodes that it reads come before that.
+    "r = r.sin(); x.mul_(2); return norm_and_sum(x + r)": ADD,
+    # Here too, the write to k or v would make backward of the fused call raise an error.
     "k = g.sin(); y = norm(r + k * x.detach()); k.mul_(2); return y": ADD,
     "v = b.sin(); y = norm(x, weight=w, bias=v) * (1 + s.detach()); v.mul_(2); return y": {},
     # The hook sees the norm's part of the gradient.
     "t = x + r; y = norm(t); t.register_hook(lambda g: g * 3); return y, t": {},
-    # The recorded shape of v is the later one.
+    # Dynamo has recorded the shape of v after both unsqueeze_() for the addition as well.
     "v = w.sin(); t = x[:1, :1] + v; y = norm(t); v.unsqueeze_(0).unsqueeze_(0); return y, t": {},
-    # Both sums in place become others; the second one writes what the norm saves.
+    # Both sums in place become sums in new tensors; the second one would write to what the first norm saves.
     "with torch.no_grad(): t = x.sin(); t += r; y = norm(t); t += y; return norm(t), t": {"add": 2},
 }
 LEFT = dict.fromkeys(REFUSED, {}) | PARTS
 
 
 @pytest.mark.parametrize("text", LEFT)
-def test_others_stay_as_they_are(text):
+def test_what_cannot_be_fused_stays_as_it_is(text):
     assert compare(function_of(text), fullgraph="retain_grad" not in text) == LEFT[text]
 
 
-def test_sums_that_stay_in_place_are_named(caplog):
+def test_the_log_names_sums_that_stay_in_place(caplog):
     with caplog.at_level(logging.DEBUG, "layernorm_ext.fusion"):
         compare(function_of("t = x.sin(); v = t[0]; t.add_(r); return norm(t), v"))
     assert "add_ stays in place" in caplog.text
@@ -283,7 +285,7 @@ jagged = torch.nested.nested_tensor_from_jagged
 
 
 def sum_in_place_of_values(x, r):
-    """The memory of the sum is that of an input."""
+    """The sum is in the memory of an input, a nested tensor."""
     values = x.values()
     values += r
     return norm(values)
@@ -319,7 +321,7 @@ def test_sums_whose_memory_a_tensor_of_another_class_reads_stay_in_place(functio
     assert not fuse_neighbors.counts
 
 
-def waits(x, r):
+def wait_for_another_stream(x, r):
     total = x + r
     torch.ops.streams.wait_stream(0, 1)
     return norm(total)
@@ -332,7 +334,7 @@ def on_another_stream(x, r):
 
 
 @pytest.mark.skipif(not TAKES_LISTS, reason="needs torch 2.13")
-@pytest.mark.parametrize("function", [waits, on_another_stream])
+@pytest.mark.parametrize("function", [wait_for_another_stream, on_another_stream])
 def test_calls_stay_on_their_streams(function):
     """Without a GPU, the graphs are traced, but do not run."""
     pytest.importorskip("torch._dynamo.variables.streams")
@@ -347,7 +349,7 @@ def test_calls_stay_on_their_streams(function):
     assert len(graphs) == 1 and not fuse_neighbors.counts
 
 
-# Random programs. FUSION_PROGRAMS=20000 takes some minutes.
+# Random programs (support/programs.py). FUSION_PROGRAMS=20000 takes some minutes.
 
 PROGRAMS = range(int(os.environ.get("FUSION_PROGRAMS", "300")))
 
@@ -378,28 +380,29 @@ def failure(seed):
 def test_random_programs(first):
     failures = [failure(seed) for seed in PROGRAMS[first : first + 100]]
     assert not any(failures), "\n".join(filter(None, failures))
-    assert fuse_neighbors.counts.total() >= min(30, len(PROGRAMS) / 4)  # 0.45 a program
+    assert fuse_neighbors.counts.total() >= min(30, len(PROGRAMS) / 4)  # 0.45 are expected in a program
 
 
-class Runs(torch.nn.Module):
-    """A module, so that the nodes of an exported function have a module stack of their own."""
+class Child(torch.nn.Module):
+    """Calls a function, whose operations become those of a submodule in an exported program."""
 
     def forward(self, function):
         return function()
 
 
-class Whole(torch.nn.Module):
-    def __init__(self, text):
-        super().__init__()
-        self.runs = Runs()
-        self.program = programs.build(text, programs.NAMES | {"run": self.runs, "hook": lambda t: None})
+class Parent(torch.nn.Module):
+    """Calls a function with a child, by which it may call other functions, and the inputs."""
 
-    def forward(self, *arguments):
-        return self.program(*arguments)
+    def __init__(self, function):
+        super().__init__()
+        self.child, self.function = Child(), function
+
+    def forward(self, *inputs):
+        return self.function(self.child, *inputs)
 
 
 def checkpointed(seed):
-    """Return a random program with a checkpoint, and a function that compiles it."""
+    """Return a random program with a checkpoint: its text, itself, and a function that compiles it with a backend."""
 
     def hook(t):
         if t.requires_grad:
@@ -412,9 +415,16 @@ def checkpointed(seed):
 
 
 def exported_twice(seed):
-    """Return a random program with a child module, and a function that exports it, as a whole and unflattened."""
+    """Return a random program with a submodule: its text, itself, and a function that exports it for a backend.
+
+    The second exported module is unflattened: it has the submodule.
+    """
     text = programs.source_with_child(seed, programs.REPEATABLE | programs.STATISTICS)
-    module = Whole(text)
+
+    def program_with(run, *inputs):
+        return programs.build(text, programs.NAMES | {"run": run, "hook": lambda t: None})(*inputs)
+
+    module = Parent(program_with)
 
     def modules(backend):
         with trace_as("kernel"):
@@ -438,14 +448,14 @@ def difference(function, run, expected):
 @pytest.mark.parametrize("kind", [checkpointed, exported_twice])
 @pytest.mark.parametrize("first", range(0, max(20, len(PROGRAMS) // 10), 20))
 def test_random_programs_with_a_child(first, kind):
-    """Each way to run a program gives its results with the pass, if it does without the pass.
+    """A compiled or exported program has the eager results with the pass, unless it lacks them without the pass, too.
 
-    unflatten() drops writes to statistics whose result is not used.
+    It may: unflatten() drops writes to statistics whose result is not used.
     """
     failures, ran = [], 0
     for seed in range(first, first + 20):
         torch._dynamo.reset()
-        text, function, compilers = kind(seed)
+        text, function, compile_with = kind(seed)
 
         def run(function, seed=seed, kind=kind):
             with torch.set_grad_enabled(kind is checkpointed):
@@ -455,12 +465,12 @@ def test_random_programs_with_a_child(first, kind):
             expected = run(function)
         except RuntimeError:  # autograd refuses the program: it writes to what was saved
             continue
-        errors = [difference(each, run, expected) for each in compilers(fusion.eager)]
+        errors = [difference(each, run, expected) for each in compile_with(fusion.eager)]
         ran += errors.count(None)
         if any(errors):
-            originals = [difference(each, run, expected) for each in compilers("eager")]
-            new = [error for error, original in zip(errors, originals, strict=True) if error and not original]
-            failures += [f"{error}\nin program {seed}:\n{text}" for error in new]
+            originals = [difference(each, run, expected) for each in compile_with("eager")]
+            of_the_pass = [error for error, original in zip(errors, originals, strict=True) if error and not original]
+            failures += [f"{error}\nin program {seed}:\n{text}" for error in of_the_pass]
     assert not failures, "\n".join(failures)
     assert ran >= 15 and fuse_neighbors.counts.total() >= 1  # 0.3 a program with a checkpoint, 0.5 an exported one
 
@@ -480,7 +490,7 @@ def log(caplog):
 
 @pytest.mark.inductor
 def test_an_option_of_inductor(log):
-    """test_caches_know_the_pass compiles the function for inference."""
+    """For training; test_caches_know_the_pass compiles the function for inference."""
     compiled = torch.compile(block, fullgraph=True, options={"pre_grad_custom_pass": fuse_neighbors})
     arguments = tensors()
     with torch._inductor.config.patch(force_disable_caches=True):
@@ -552,22 +562,20 @@ def test_exported_programs_are_fused_by_hand(decompose, tmp_path):
         assert_same(each.module()(*others), block(*others))
 
 
-class DropoutAtTheEnd(torch.nn.Module):
-    """Returns a dropout without effect, whose name the program's signature has."""
+def test_exported_programs_keep_the_names_of_their_outputs(tmp_path):
+    """The pass could remove a dropout without effect, although the program's signature names it."""
 
-    def forward(self, x, r):
+    def dropout_at_the_end(run, x, r):
         total = x + r
         return F.dropout(norm(total), training=False), F.dropout(total, training=False), r.to(r.dtype)
 
-
-def test_exported_programs_keep_the_names_of_their_outputs(tmp_path):
-    arguments = randn((2, 3, 8), F64), randn((2, 3, 8), F64)
-    program = exported(DropoutAtTheEnd(), *arguments)
+    arguments, module = (randn((2, 3, 8), F64), randn((2, 3, 8), F64)), Parent(dropout_at_the_end)
+    program = exported(module, *arguments)
     assert dict(fuse_neighbors.counts) == ADD
     program.validate()
     torch.export.save(program, tmp_path / "program.pt2")
     for each in (program, torch.export.load(tmp_path / "program.pt2")):
-        assert_same(each.module()(*arguments), DropoutAtTheEnd()(*arguments))
+        assert_same(each.module()(*arguments), module(*arguments))
 
 
 def test_graphs_of_other_operators_are_left(log):
@@ -600,6 +608,8 @@ def test_a_hook_on_a_sum_that_leaves_a_checkpoint(compiler):
 
 
 def test_a_gradient_with_respect_to_a_sum_inside_the_graph():
+    """A fused call would not read the sum t, by which torch.autograd.grad() in the graph differentiates its output."""
+
     def function(x, r, *_):
         t = x + r
         y = norm(t).sin()
@@ -609,54 +619,20 @@ def test_a_gradient_with_respect_to_a_sum_inside_the_graph():
         assert compare(function) == {}
 
 
-class Statistics(torch.nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x, z, scale, shift):
-        y = norm(x)
-        if self.function is F.batch_norm:
-            F.batch_norm(z, scale, shift, training=True)
-        else:
-            F.instance_norm(z, scale, shift, use_input_stats=True)
-        return y * scale + shift
+def norm_in_child(run, x, r):
+    t = x + r
+    return run(lambda: norm(t) * 2), t
 
 
-class Child(torch.nn.Module):
-    def forward(self, t):
-        return norm(t) * 2
+def sum_and_norm_in_child(run, x, r):
+    t = x + r
+    return run(lambda: norm(t.sin() * 0 + t) * 2 + t.cos()), t
 
 
-class Parent(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.child = Child()
-
-    def forward(self, x, r):
-        t = x + r
-        return self.child(t), t
-
-
-class SplitChild(torch.nn.Module):
-    def forward(self, t):
-        return norm(t.sin() * 0 + t) * 2 + t.cos()
-
-
-class ModulatingChild(torch.nn.Module):
-    def forward(self, y, r):
-        return (y * (1 + r[:, :1])).sin()
-
-
-class NormOutside(torch.nn.Module):
-    """The fused call would come behind the factor, in the middle of the child."""
-
-    def __init__(self):
-        super().__init__()
-        self.child = ModulatingChild()
-
-    def forward(self, x, r):
-        return self.child(norm(x), r)
+def factor_in_child(run, x, r):
+    """The fused call reads the factor 1 + r, so it would be inserted after it, in the middle of the child."""
+    y = norm(x)
+    return run(lambda: (y * (1 + r[:, :1])).sin())
 
 
 def exported(module, *arguments):
@@ -667,40 +643,43 @@ def exported(module, *arguments):
     return program
 
 
-@pytest.mark.parametrize("function", [F.batch_norm, F.instance_norm])
-def test_statistics_are_written_before_they_are_read(function):
-    """The schemas of aten do not say that these operators write."""
+@pytest.mark.parametrize(
+    "write",
+    [partial(F.batch_norm, training=True), partial(F.instance_norm, use_input_stats=True)],
+    ids=["batch", "instance"],
+)
+def test_statistics_are_written_before_they_are_read(write):
+    """The schemas of batch_norm and instance_norm do not say that they write, so the pass must know it."""
+
+    def function(run, x, z, scale, shift):
+        y = norm(x)
+        write(z, scale, shift)
+        return y * scale + shift
+
     arguments = [randn((2, 3, 8), F64), randn((4, 8, 5), F64), torch.zeros(8, dtype=F64), torch.ones(8, dtype=F64)]
     copies = [[t.clone() for t in arguments] for _ in range(2)]
-    program = exported(Statistics(function), *arguments)
-    assert_same(program.module()(*copies[0]), Statistics(function)(*copies[1]))
+    program = exported(Parent(function), *arguments)
+    assert_same(program.module()(*copies[0]), Parent(function)(*copies[1]))
 
 
-@pytest.mark.parametrize("child", [Child, SplitChild])
-def test_unflatten_after_the_pass(child):
-    module = Parent()
-    module.child = child()
-    arguments = randn((2, 3, 8), F64), randn((2, 3, 8), F64)
+@pytest.mark.parametrize(
+    ("function", "fused"), [(norm_in_child, ADD), (sum_and_norm_in_child, ADD), (factor_in_child, {})]
+)
+def test_unflatten_after_the_pass(function, fused):
+    module, arguments = Parent(function), (randn((2, 3, 8), F64), randn((2, 3, 8), F64))
     program = exported(module, *arguments)
-    assert child is SplitChild or dict(fuse_neighbors.counts) == ADD
+    assert fuse_neighbors.counts == fused
     assert_same(torch.export.unflatten(program)(*arguments), module(*arguments))
-
-
-def test_unflatten_where_a_call_would_split_a_module():
-    arguments = randn((2, 3, 8), F64), randn((2, 3, 8), F64)
-    program = exported(NormOutside(), *arguments)
-    assert not fuse_neighbors.counts
-    assert_same(torch.export.unflatten(program)(*arguments), NormOutside()(*arguments))
 
 
 @pytest.mark.parametrize(
     ("text", "fused"),
     [
-        ("two(x + r, normalized_shape=x.shape[-1:])", ADD),
-        ("two(x, normalized_shape=x.shape[-1:])", {}),
+        ("norm_and_sum(x + r, normalized_shape=x.shape[-1:])", ADD),
+        ("norm_and_sum(x, normalized_shape=x.shape[-1:])", {}),
         ("t = x + r; u = t.sin(); return norm(t, normalized_shape=t.shape[-1:]), u", ADD),
         ("t = x + r; u = t.sin(); return norm(t, normalized_shape=(x.size(-1),)), u", ADD),
-        ("t = x.sin(); t += r; return two(t, normalized_shape=x.shape[-1:])", ADD),
+        ("t = x.sin(); t += r; return norm_and_sum(t, normalized_shape=x.shape[-1:])", ADD),
         ("t = x + r; u = t.sin(); return norm(t), u", ADD),  # eps is a number of the graph if sizes are dynamic
         ("norm(x, normalized_shape=x.size()[2:]) * torch.unsqueeze(input=1 + s[:, 0], dim=1)", MODULATE),
         ("norm(x, normalized_shape=x.size()[2:]) * (1 + s[:, 0]).unsqueeze(dim=1)", MODULATE),
@@ -708,23 +687,21 @@ def test_unflatten_where_a_call_would_split_a_module():
         ("(norm((t := x + r).flatten(0, 1)), t)", ADD),
         ("(norm(torch.reshape(t := x + r, (-1, 8))), t)", ADD),
         ("(norm((t := x + r).unsqueeze(0)), t)", ADD),
-        ("two(x + r)[0] + F.embedding(torch.zeros(2, 3, dtype=torch.long), w[None])", ADD),
+        ("norm_and_sum(x + r)[0] + F.embedding(torch.zeros(2, 3, dtype=torch.long), w[None])", ADD),
         (
             "t = x + r; y = norm(t); states = torch.zeros(2, *t.shape, dtype=t.dtype); states[0] = t; return y, states",
             ADD,
         ),
         ("norm(x, weight=w, bias=b) * s + h", MODULATE),
-        ("y = norm(x); n = y.shape[1]; return y * (1 + x.detach())[:, :n]", None),
+        ("y = norm(x); n = y.shape[1]; return y * (1 + x.detach())[:, :n]", {}),
     ],
 )
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_sizes_and_keywords_of_views(text, fused, dynamic):
-    counts = compare(function_of(text), dynamic=dynamic)
-    assert fused is None or counts == fused
+def test_symbolic_sizes_and_keywords_of_views(text, fused):
+    assert compare(function_of(text), dynamic=True) == fused
 
 
-def test_numbers_are_read_behind_writes():
-    """Other numbers of inputs are moved before the first call of the graph."""
+def test_a_number_is_read_after_the_write_to_its_tensor():
+    """The pass moves only the reads of numbers that nothing changes before the first call of the graph."""
 
     def function(x, r, factor):
         factor.mul_(2)
@@ -740,9 +717,9 @@ def test_numbers_are_read_behind_writes():
 
 
 def test_an_unsorted_graph():
-    """Inductor sorts behind custom passes, so another pass may leave a node before what it reads."""
+    """Inductor sorts the nodes after custom passes, so another pass may leave a node before one that it reads."""
     with trace_as("kernel"):
-        program = torch.export.export(Parent(), (randn((2, 3, 8), F64), randn((2, 3, 8), F64)))
+        program = torch.export.export(Parent(norm_in_child), (randn((2, 3, 8), F64), randn((2, 3, 8), F64)))
     total = next(node for node in program.graph.nodes if node.target is torch.ops.aten.add.Tensor)
     program.graph.output_node().prepend(total)
     fuse_neighbors(program.graph)
@@ -792,7 +769,7 @@ def test_an_exception_leaves_the_graph(monkeypatch, caplog):
     monkeypatch.setattr(fuse_neighbors, "_has_warned", False)
     monkeypatch.setattr(fusion.order, "are_interchangeable", fail)
     with caplog.at_level(logging.WARNING, "layernorm_ext.fusion"):
-        assert compare(function_of("two(norm(x + r) + r)")) == {}
+        assert compare(function_of("norm_and_sum(norm(x + r) + r)")) == {}
     assert len([each for each in caplog.records if each.name == "layernorm_ext.fusion"]) == 1
 
 
@@ -809,8 +786,8 @@ def test_the_pass_takes_linear_time():
         return len(events)
 
     steps(2)  # fills the caches of fake tensors
-    assert steps(80) < 4.4 * steps(20)
-    assert fuse_neighbors.counts == {"gate, add and modulate": 102}
+    assert steps(80) < 4.4 * steps(20)  # four times, and a tenth for tables that grow
+    assert fuse_neighbors.counts == {"gate, add and modulate": 2 + 80 + 20}
 
 
 # Numbers and memory
@@ -834,14 +811,14 @@ def test_float32_and_bfloat16_are_as_exact_as_before(text):
         arguments = [t.detach() for t in tensors(dtype, (16, 32, 8))]
         exact = function(*(t.double() for t in arguments))
         results = [each(*arguments) for each in (compiled, function, lambda *_: exact)]  # noqa: B023
-        ours, theirs, exact = (y[0] if isinstance(y, tuple) else y for y in results)
+        fused, original, exact = (y[0] if isinstance(y, tuple) else y for y in results)
         if text in SUMS:
-            assert torch.equal(ours, theirs)
-        errors = [(y.double() - exact).square().mean().sqrt().item() for y in (ours, theirs)]
-        assert errors[0] <= 1.2 * errors[1]
+            assert torch.equal(fused, original)
+        errors = [(y.double() - exact).square().mean().sqrt().item() for y in (fused, original)]
+        assert errors[0] <= 1.2 * errors[1]  # averages of 4096 errors
         if dtype == F32:
             # Float32 rounds each of five operations by 6e-8 of numbers up to 8.
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6 * exact.abs().max().item())
+            torch.testing.assert_close(fused, original, rtol=0, atol=1e-6 * exact.abs().max().item())
 
 
 @pytest.mark.parametrize(
@@ -856,12 +833,12 @@ def test_float32_and_bfloat16_are_as_exact_as_before(text):
 def test_a_modulated_norm_keeps_one_activation_less(text, before, after):
     function, arguments = function_of(text), tensors()
 
-    def kept(function):
+    def saved_activations(function):
         saved = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-            outputs = function(*arguments)  # alive, because the sum is saved as an output
+            outputs = function(*arguments)  # alive until the count, because autograd saves the sum as an output
         del outputs
         return len({t.untyped_storage().data_ptr() for t in saved if t.shape == (2, 3, 8)})
 
     compiled = torch.compile(function, backend=fusion.eager, fullgraph=True)
-    assert (kept(function), kept(compiled)) == (before, after)
+    assert (saved_activations(function), saved_activations(compiled)) == (before, after)

@@ -1,4 +1,4 @@
-"""The operators of torch that write without saying so, as the pass that fuses norms knows them."""
+"""Operators of torch that write to arguments, although their schemas do not say so: the fusing pass knows them."""
 
 import importlib
 import itertools
@@ -8,13 +8,14 @@ import unittest
 import warnings
 
 import torch
+from support.backends import bits
 from torch.fx import Graph
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from layernorm_ext.fusion._graph_order import may_write
 
-# Samples of one operator. The first samples of batch_norm and instance_norm include running statistics.
+# The samples of each operator that run. The first ones of batch_norm and instance_norm include running statistics.
 SAMPLES = 3
 
 
@@ -27,13 +28,8 @@ def changed_by(call, arguments):
     return result, not all(t._version == version and torch.equal(bits(t), bits(old)) for t, (version, old) in pairs)
 
 
-def bits(tensor):
-    """Return numbers that are equal for equal bits, also of NaN."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-
-
-class Writers(TorchDispatchMode):
-    """Collects the operators that write without saying so."""
+class UndeclaredWriters(TorchDispatchMode):
+    """Collects the operators that write although their schemas do not say so, in `found`, and all in `seen`."""
 
     def __init__(self):
         super().__init__()
@@ -51,16 +47,17 @@ class Writers(TorchDispatchMode):
 
 
 def call_of(target):
+    """Return a node of a graph, which is what may_write() takes."""
     return Graph().create_node("call_function", target, (), {})
 
 
-def test_operators_that_write_and_do_not_say_so():
+def test_operators_that_write_although_their_schemas_do_not_say_so():
     """Run all operators for which torch has samples; a new version of torch may add a writer."""
     # torch's samples import a package of its own tests, which nothing here uses.
     sys.modules.setdefault("expecttest", types.SimpleNamespace(TestCase=unittest.TestCase, ACCEPT=False))
     common = importlib.import_module("torch.testing._internal.common_methods_invocations")
     functions, ran = set(), 0
-    with warnings.catch_warnings(), Writers() as writers:
+    with warnings.catch_warnings(), UndeclaredWriters() as writers:
         warnings.simplefilter("ignore")
         for info in common.op_db:
             dtype = torch.float32 if torch.float32 in info.dtypes else next(iter(info.dtypes), None)
@@ -69,15 +66,15 @@ def test_operators_that_write_and_do_not_say_so():
                 continue
             # info.sample_inputs() looks up every frame of pytest's stack, which takes 30 seconds in all.
             for sample in itertools.islice(info.sample_inputs_func(info, "cpu", dtype, requires_grad=False), SAMPLES):
-                given = (sample.input, sample.args, sample.kwargs)
+                arguments = (sample.input, sample.args, sample.kwargs)
                 try:
-                    _, is_changed = changed_by(lambda: info.op(sample.input, *sample.args, **sample.kwargs), given)  # noqa: B023
+                    _, is_changed = changed_by(lambda: info.op(sample.input, *sample.args, **sample.kwargs), arguments)  # noqa: B023
                 except Exception:  # samples of errors, and dtypes that this processor does not have
                     continue
                 ran += 1
                 if is_changed and isinstance(info.op, (types.FunctionType, types.BuiltinFunctionType)):
                     functions.add(info.op)
-    assert ran > 1200 and len(writers.seen) > 400
+    assert ran > 1200 and len(writers.seen) > 400  # few samples fail
     assert writers.found == {torch.ops.aten.native_batch_norm.default}
     assert {function.__name__ for function in functions} >= {"batch_norm", "instance_norm"}
     assert all(may_write(call_of(target)) for target in writers.found | functions)

@@ -20,13 +20,14 @@ ROUNDED_TEN_LAYERS = {"rtol": 1e-4, "atol": 1e-5}
 def test_graph_of_a_module_calls_its_function(cls, options, shapes):
     """Its arguments are the module's inputs, parameters and options of the same names."""
     module, inputs = module_and_inputs(cls, options, shapes)
-    is_alone = len(inputs) == 1  # Sequential passes the input alone
-    words = re.sub("(?<=[a-z])(?=[A-Z2])", "_", cls.__name__.replace("RMS", "Rms"))
-    words = words.removeprefix("Add_") if is_alone else words
-    graph = torch.fx.symbolic_trace(torch.nn.Sequential(module) if is_alone else module)
+    has_one_input = len(inputs) == 1
+    name = re.sub("(?<=[a-z])(?=[A-Z2])", "_", cls.__name__.replace("RMS", "Rms"))  # AddRMSNorm -> Add_Rms_Norm
+    name = name.removeprefix("Add_") if has_one_input else name  # without a residual, nothing is added
+    # Sequential passes one input, so that the tracer does not see the others.
+    graph = torch.fx.symbolic_trace(torch.nn.Sequential(module) if has_one_input else module)
     calls = [node for node in graph.graph.nodes if node.op == "call_function" and "to_fp32" not in node.name]
     (call,) = calls
-    assert call.target is getattr(layernorm_ext, words.lower())
+    assert call.target is getattr(layernorm_ext, name.lower())
     signature = inspect.signature(call.target)
     arguments = signature.bind(*call.args, **call.kwargs).arguments
     for node in graph.graph.find_nodes(op="placeholder"):
@@ -43,8 +44,8 @@ def test_graph_of_a_module_calls_its_function(cls, options, shapes):
 
 
 @family
-def test_proxies_stand_for_any_argument(member):
-    """The C++ function refuses a proxy for a number as a wrong type, so the public functions look for proxies first."""
+def test_any_argument_may_be_a_proxy(member):
+    """torch.fx traces with proxies, even of numbers, which public functions must find before they check types."""
     tensors = [channels_second(t) if member.takes_images else t for t in (*torch.randn(2, 2, 3, 8), *torch.randn(2, 8))]
     arguments, options = member.arguments(*tensors)
     given = inspect.signature(member.function).bind(*arguments, eps=0.5, **options).arguments

@@ -7,11 +7,12 @@ from support.family import MEMBERS, with_gradients
 from layernorm_ext import ada_rms_norm, add_layer_norm, add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 
 LENGTHS = (2, 5, 1)
-# Autograd refuses to change a view in place, such as a component of a nested tensor.
+# The functions of rows. In place, autograd would refuse the components that the tests compare with, which are views.
 ROWS = [member for member in MEMBERS if not member.takes_images and "inplace" not in member.options]
 layouts = pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=["strided", "jagged"])
 
-# Compiled code evaluates another formula: each of some ten float64 operations on values of size 1 rounds by 1e-16.
+# Compiled code composes norms over the ragged dimension of other operations: some ten on float64 values of size 1, each
+# of which rounds by 1e-16.
 ANOTHER_FORMULA = {"rtol": 0, "atol": 1e-14}
 
 
@@ -20,8 +21,8 @@ def nested(layout, *lengths, dtype=torch.float32):
     return torch.nested.nested_tensor(rows, layout=layout, requires_grad=True)
 
 
-def ragged_between_others():
-    """Return a tensor of shape [3, 4, ragged, 8]."""
+def with_ragged_dimension_inside():
+    """Return a jagged tensor of shape [3, 4, ragged, 8]."""
     rows = [torch.randn(length, 4, 8, dtype=torch.float64) for length in LENGTHS]
     return torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
 
@@ -83,8 +84,8 @@ def test_jagged_results_keep_the_lengths_that_attention_needs(compiled):
     assert (output._maybe_min_seqlen, output._maybe_max_seqlen) == (2, 6)
 
 
-def test_residuals_with_holes_in_other_places_are_refused():
-    """Jagged tensors of the same lengths have equal shapes, wherever their components begin."""
+def test_residuals_with_other_offsets_are_refused():
+    """Jagged tensors of the same lengths have equal shapes, although their components begin at different offsets."""
     values, lengths = torch.randn(6, 4), torch.tensor([2, 2])
     x, residual = (
         torch.nested.nested_tensor_from_jagged(values, torch.tensor(offsets), lengths)
@@ -128,7 +129,9 @@ def test_ragged_dimension_is_normalized_in_each_component(function, over_ragged,
     tolerance = ANOTHER_FORMULA if compiled else {"rtol": 0, "atol": 0}
 
     def call(x):
-        return function(x, x.shape[1:] if x.is_nested and over_ragged else x.shape if over_ragged else (8,))
+        if not over_ragged:
+            return function(x, (8,))
+        return function(x, x.shape[1:] if x.is_nested else x.shape)
 
     y = (torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call)(x)
     torch.testing.assert_close(y.values(), torch.cat([call(c) for c in x.unbind()]), **tolerance)
@@ -140,9 +143,9 @@ def test_ragged_dimension_is_normalized_in_each_component(function, over_ragged,
 
 @pytest.mark.parametrize(("function", "inplace"), [(add_layer_norm, True), (add_rms_norm, False)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_compiled_ragged_dimension_between_others_matches_eager(function, inplace, dtype):
+def test_compiled_norm_over_an_inner_ragged_dimension_matches_eager(function, inplace, dtype):
     """With 16-bit input, the residual is float32, and the output may round to the other neighbour."""
-    x = ragged_between_others().to(dtype)
+    x = with_ragged_dimension_inside().to(dtype)
     residual_dtype = torch.promote_types(dtype, torch.float32)
 
     def call(x, residual):
@@ -155,15 +158,15 @@ def test_compiled_ragged_dimension_between_others_matches_eager(function, inplac
     assert torch.equal(results[0][1].values(), results[1][1].values()) and results[0][1].dtype == residual_dtype
 
 
-def test_ragged_dimension_may_be_any():
+def test_any_dimension_may_be_ragged():
     last = nested(torch.jagged).transpose(1, 2)
     assert_same_components(layer_norm(last, last.shape[1:]), [layer_norm(c, c.shape) for c in last.unbind()])
     assert_same_components(layer_norm(last, last.shape[2:]), [layer_norm(c, c.shape[1:]) for c in last.unbind()])
-    between = ragged_between_others()
-    assert_same_components(layer_norm(between, (8,)), [layer_norm(c, (8,)) for c in between.unbind()])
+    inside = with_ragged_dimension_inside()
+    assert_same_components(layer_norm(inside, (8,)), [layer_norm(c, (8,)) for c in inside.unbind()])
 
 
-def test_ragged_dimension_is_given_by_its_symbolic_size():
+def test_normalized_shape_has_the_symbolic_size_of_the_ragged_dimension():
     """The number 2 is refused even if all components have this size. The batch cannot be normalized."""
     x = nested(torch.jagged, 2, 2)
     for tensor, shape in ((x, [2, 8]), (x.transpose(1, 2), [2]), (x, x.shape)):

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from support.models import FAMILY, Model, ViewsResult, randomize
+from support.models import FAMILY, Model, ViewOfNorm, randomize
 from support.reference import BF16, DTYPES, F16, F32, F64, dtypes_id
 
 from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, RMSNorm2d, convert, trace_as
@@ -15,8 +15,8 @@ onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-# Values are about 1. onnxruntime adds in another order, some roundings of 6e-8 in float32, and may round the result to
-# the other neighbor in 16 bits. In float64 its eps is the float32 nearest to 1e-5, which is off by 3e-13.
+# Values are about 1. onnxruntime adds in another order: some roundings of 6e-8 in float32, by which a 16-bit result may
+# round to the other neighbor. In float64, the eps of a program is the float32 nearest to 1e-5, which is off by 3e-13.
 TOLERANCE = {F64: 1e-11, F32: 2e-6, F16: torch.finfo(F16).eps, BF16: torch.finfo(BF16).eps}
 
 exporters = pytest.mark.parametrize("dynamo", [True, False], ids=["torch.export", "TorchScript"])
@@ -103,7 +103,7 @@ def test_images_take_two_transpositions(dynamo):
 
 @exporters
 def test_views_of_the_norm_of_a_transposed_tensor(dynamo):
-    assert_exports(ViewsResult(), torch.randn(2, 8, 5), dynamo, 1e-5)  # with some roundings of 6e-8 in the convolution
+    assert_exports(ViewOfNorm(), torch.randn(2, 8, 5), dynamo, 1e-5)  # with some roundings of 6e-8 in the convolution
 
 
 @exporters
@@ -122,7 +122,7 @@ def test_rms_norm_is_one_operator_from_opset_23_on():
     assert types(program.graph.node) == ["RMSNormalization"]
 
 
-def test_kernels_have_no_translation():
-    """With "kernel", the exporter refuses the operator by name; a caller may pass a translation for it."""
+def test_the_operator_of_the_kernels_is_not_exported():
+    """The exporter refuses to export the operator that trace_as("kernel") records, and names it."""
     with trace_as("kernel"), pytest.raises(Exception, match=r"layernorm(::|\.)forward"):
         export(LayerNorm(8), torch.randn(3, 8), dynamo=True)

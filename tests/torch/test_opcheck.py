@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from support.operator_calls import OPERATORS, right_call, strided
+from support.operator_calls import OPERATORS, strided, valid_call
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 DIFFERENTIABLE = ("input", "weight", "bias", "residual", "gate", "input_scale")
@@ -15,10 +15,10 @@ DIFFERENTIABLE = ("input", "weight", "bias", "residual", "gate", "input_scale")
 def test_random_calls(backend, name):
     """Half of the tensors are strided. test_operator_calls.py compares shape functions and operators in more calls."""
     function = operator.attrgetter(name if "." in name else f"{name}.default")(backend.ops)
-    for number in (0, 3, 4, 6, 7, 8):  # with a residual, a gate, groups, images and memory_efficient
-        rng = random.Random(number)
-        torch.manual_seed(number)
-        arguments = right_call(name, rng)
+    for seed in (0, 3, 4, 6, 7, 8):  # these draw a residual, a gate, groups, images and memory_efficient
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        arguments = valid_call(name, rng)
         for key, value in arguments.items():
             if isinstance(value, torch.Tensor):
                 value = strided(value, rng) if rng.random() < 0.5 else value

@@ -5,17 +5,19 @@ those of RMSNorm without a residual have torch's. Gradients of images are laid o
 are contiguous.
 """
 
+import itertools
 import math
 import warnings
 
 import pytest
 import torch
 from support.family import EPS, MEMBERS, family
-from support.models import ViewsResult
+from support.models import ViewOfNorm
+from support.reference import F64
 from torch.autograd import forward_ad
 from torch.func import jvp, vjp, vmap
 
-from layernorm_ext import LayerNorm2d, RMSNorm2d, add_rms_norm, fusion, layer_norm, trace_as
+from layernorm_ext import LayerNorm2d, RMSNorm2d, add_rms_norm, fusion, layer_norm, rms_norm, trace_as
 
 # Each of these functions returns a tensor of four dimensions in another layout.
 LAYOUTS = {
@@ -35,7 +37,10 @@ LAYOUTS = {
 
 
 class Call:
-    """A call of a function of the family: its tensors, and the strides of its results and gradients."""
+    """A call of a function of the family: its tensors, and the strides that its results and gradients must have.
+
+    `layout` is that of the input, and `others_layout` that of residual or gate: keys of LAYOUTS.
+    """
 
     def __init__(self, member, layout, others_layout, parameter_shape):
         self.member = member
@@ -44,23 +49,26 @@ class Call:
         x, r = LAYOUTS[layout](torch.randn(shape)), LAYOUTS[others_layout](torch.randn(shape))
         parameters = [torch.randn(parameter_shape) for _ in range(2)]
         self.tensors = [x, r, *parameters]
+        # Tensors with the strides that output, sum and gradients must have.
         output = contiguous = torch.empty(shape)
         if member.takes_images:
             output = torch.empty_like(x)
-        elif "rms" in member.name and not member.adds:
+        elif "rms" in member.name and not member.adds_residual:
             output = torch.nn.functional.rms_norm(x, (8,))
-        results = [output, r.clone() if "inplace" in member.options else contiguous][: 1 + member.adds]
+        results = [output, r.clone() if "inplace" in member.options else contiguous][: 1 + member.adds_residual]
         gradients = [output if member.takes_images else contiguous] * 2 + parameters
-        takes = [True, member.takes_two, True, member.takes_bias]
+        takes = [True, member.takes_r, True, member.takes_b]
         self.strides = [y.stride() for y in results]
-        self.strides_of_gradients = [t.stride() if taken else None for t, taken in zip(gradients, takes, strict=True)]
+        self.strides_of_gradients = [
+            t.stride() if is_taken else None for t, is_taken in zip(gradients, takes, strict=True)
+        ]
 
     def __call__(self, x, r, w, b):
         arguments, options = self.member.arguments(x, r, w, b)
         if "inplace" in self.member.options:
             arguments[1] = arguments[1].clone()  # a leaf cannot change in place
         results = self.member.function(*arguments, eps=EPS, **options)
-        return results if self.member.adds else (results,)
+        return results if self.member.adds_residual else (results,)
 
     def leaves(self):
         return [t.detach().requires_grad_() for t in self.tensors]
@@ -73,16 +81,16 @@ class Call:
 
 
 def calls(member):
-    """Return calls whose tensors have the same layout or different ones, with parameters of several shapes."""
-    full, per_sample = ((2, 8), (2, 8)) if member.takes_images else ((2, 4, 6, 8), (2, 1, 1, 8))
+    """Yield calls whose tensors have the same layout or different ones, with parameters of several shapes."""
+    per_row, per_sample = ((2, 8), (2, 8)) if member.takes_images else ((2, 4, 6, 8), (2, 1, 1, 8))
     for layout in LAYOUTS:
         yield Call(member, layout, layout, (8,))
         yield Call(member, layout, "contiguous", per_sample)
-        yield Call(member, "contiguous", layout, full)
+        yield Call(member, "contiguous", layout, per_row)
 
 
-def upstream(results):
-    """Return upstream gradients of other layouts: expanded, as those of a sum over the rows, and transposed."""
+def upstream_gradients(results):
+    """Yield upstream gradients of other layouts: expanded, as those of a sum over the rows, and transposed."""
     yield [torch.randn(len(y), 1, 1, 1, device=y.device).expand_as(y) for y in results]
     yield [torch.randn(y.shape[::-1], device=y.device).permute(3, 2, 1, 0) for y in results]
 
@@ -93,7 +101,7 @@ def test_eager_calls(member):
     for call in calls(member):
         tensors = call.leaves()
         results = call(*tensors)
-        for grads in upstream(results):
+        for grads in upstream_gradients(results):
             options = {"retain_graph": True, "allow_unused": True}
             call.check(results, torch.autograd.grad(results, tensors, grads, **options))
             first = torch.autograd.grad(results, tensors, grads, create_graph=True, **options)
@@ -103,12 +111,31 @@ def test_eager_calls(member):
                 call.check(results, torch.autograd.grad(loss, tensors, **options))
 
 
+def relevant_strides(t):
+    """Return the strides of dimensions with more than one element; those of others have no effect."""
+    return [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1 and t.numel()]
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 6, 8), (2, 1, 6, 8), (2, 4, 1, 1), (0, 4, 6, 8)], ids=str)
+def test_rms_norm_over_any_dimensions_has_the_strides_and_numbers_of_torch(shape):
+    for layout, dims in itertools.product(LAYOUTS.values(), (1, 2, 3)):
+        x, weight = layout(torch.randn(shape, dtype=F64)).requires_grad_(), torch.randn(shape[-dims:], dtype=F64)
+        functions = rms_norm, torch.nn.functional.rms_norm
+        actual, expected = (function(x, shape[-dims:], weight, 1e-5) for function in functions)
+        assert relevant_strides(actual) == relevant_strides(expected)
+        assert rms_norm(x.detach().to("meta"), shape[-dims:]).stride() == actual.stride()
+        torch.testing.assert_close(actual, expected, rtol=1e-14, atol=1e-14)  # a few roundings of float64
+        dy = torch.randn(shape, dtype=F64)
+        gradients = [torch.autograd.grad(y, x, dy)[0] for y in (actual, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-13, atol=1e-13)  # sums of up to 192 products
+
+
 @family
 def test_meta_tensors(member):
     for call in calls(member):
         tensors = [torch.empty_strided(t.shape, t.stride(), device="meta", requires_grad=True) for t in call.tensors]
         results = call(*tensors)
-        for grads in upstream(results):
+        for grads in upstream_gradients(results):
             options = {"retain_graph": True, "allow_unused": True}
             call.check(results, torch.autograd.grad(results, tensors, grads, **options))
 
@@ -117,7 +144,7 @@ def test_meta_tensors(member):
 def test_function_transforms(member):
     for call in calls(member):
         results, pull = vjp(call, *call.tensors)
-        for grads in upstream(results):
+        for grads in upstream_gradients(results):
             call.check(results, pull(tuple(grads)))
         if any(0 in t.stride() for t in call.tensors):  # torch makes no dual tensors of expanded ones
             continue
@@ -130,8 +157,8 @@ def test_function_transforms(member):
             call.check([forward_ad.unpack_dual(y).tangent for y in results])
 
 
-def batch(t):
-    """Return three tensors with the strides of t as one."""
+def stack_of_three(t):
+    """Return a tensor of three random ones, each with the shape and strides of t."""
     size = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) + 1
     return torch.randn(3 * size).as_strided((3, *t.shape), (size, *t.stride()))
 
@@ -142,7 +169,7 @@ def test_vmap(member, batched, dim):
     if "inplace" in member.options and (batched == (2, 3) or dim == 1):  # the residual must have the batch
         return
     for call in calls(member):
-        tensors = [batch(t).movedim(0, dim) if i in batched else t for i, t in enumerate(call.tensors)]
+        tensors = [stack_of_three(t).movedim(0, dim) if i in batched else t for i, t in enumerate(call.tensors)]
         in_dims = tuple(dim if i in batched else None for i in range(4))
 
         def gradients(*tensors, call=call):
@@ -156,16 +183,16 @@ def test_vmap(member, batched, dim):
 
 # Tracers
 
-# Graphs take 0.1 s for a call. test_functions.py compiles calls of contiguous tensors.
+# Layouts to trace: a graph takes 0.1 s for a call. test_functions.py compiles calls of contiguous tensors.
 SOME = ["transposed batch", "channels_last", "expanded rows"]
 
 
 class Calls(torch.nn.Module):
-    """Calls all functions, also with their options, of which a zero-centered weight alone changes no shape."""
+    """Calls all functions, with all options but zero_centered_weight, which concerns no layout."""
 
     def __init__(self, layouts):
         super().__init__()
-        members = [member for member in MEMBERS if member.adds or [*member.options] != ["zero_centered_weight"]]
+        members = [m for m in MEMBERS if m.adds_residual or [*m.options] != ["zero_centered_weight"]]
         self.calls = [Call(member, layout, layout, (8,)) for layout in layouts for member in members]
         self.tensors = [t for call in self.calls for t in call.tensors]
 
@@ -183,14 +210,14 @@ def test_compiled_calls(fuses):
     tensors = [t.detach().requires_grad_() for t in module.tensors]
     results = torch.compile(module, fullgraph=True, backend=backend)(*tensors)
     outputs = [y for each in results for y in each]
-    grads = [next(upstream([y]))[0] for y in outputs]
+    grads = [next(upstream_gradients([y]))[0] for y in outputs]
     gradients = torch.autograd.grad(outputs, tensors, grads, allow_unused=True)
     for i, (call, each) in enumerate(zip(module.calls, results, strict=True)):
         call.check(each, gradients[4 * i : 4 * i + 4])
 
 
 def test_calls_compiled_as_aten_for_inference():
-    """The gradients of aten's operators have torch's strides. test_compiled_calls has the kernels."""
+    """Not for training: torch chooses the strides of the gradients of aten's operators."""
     module = Calls(SOME)
     with trace_as("aten"), torch.no_grad():
         module.check(torch.compile(module, fullgraph=True, backend="aot_eager")(*module.tensors))
@@ -216,7 +243,7 @@ def test_jit_traces(operators):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_tracers_view_the_norm_of_a_transposed_tensor():
-    model, x = ViewsResult(), torch.randn(2, 8, 5)
+    model, x = ViewOfNorm(), torch.randn(2, 8, 5)
     for program in (torch.export.export(model, (x,)).module(), torch.jit.trace(model, x)):
         torch.testing.assert_close(program(x), model(x))
 
@@ -224,7 +251,7 @@ def test_tracers_view_the_norm_of_a_transposed_tensor():
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("cls", [LayerNorm2d, RMSNorm2d])
 def test_modules_of_images_in_torchscript(cls):
-    """Scripted modules return the strides of eager calls. Traces of a layer warn of nothing."""
+    """Scripted modules return the strides of eager calls. Tracing a layer gives no TracerWarning."""
     norm = cls(8)
     scripted = torch.jit.script(norm)
     for name, layout in LAYOUTS.items():

@@ -1,4 +1,4 @@
-"""torch's conventions and tools: strides, types of eps, quantization, TorchScript."""
+"""torch's conventions and tools: types of eps, quantization, TorchScript, counted operations."""
 
 import copy
 
@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.family import IMAGES, MODULES, ROWS, module_and_inputs
-from support.inputs import IMAGE_LAYOUTS
 from support.models import save_and_load
-from support.reference import F64
 from torch.ao import quantization
 from torch.ao.quantization import quantize_fx
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,37 +17,9 @@ from layernorm_ext import LayerNorm, LayerNorm2d, RMSNorm, RMSNorm2d
 # torch.ao.quantization is deprecated and warns in every function.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
-# Strides of rms_norm
-
-
-def relevant_strides(x):
-    """Return the strides of dimensions with more than one element; the others address nothing."""
-    return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1 and x.numel()]
-
-
-@pytest.mark.parametrize(
-    ("image", "dims", "is_compiled"),
-    [(image, dims, False) for image in IMAGE_LAYOUTS for dims in (1, 3)]
-    + [(image, 1, True) for image in ("channels_last", "sliced channels_last", "transposed batch")],
-)
-def test_rms_norm_returns_the_strides_of_torch(image, dims, is_compiled):
-    x = IMAGE_LAYOUTS[image]().double().requires_grad_()
-    weight = torch.randn(x.shape[-dims:], dtype=F64)
-    ours = layernorm_ext.rms_norm
-    if is_compiled:
-        ours = torch.compile(ours, backend="aot_eager", fullgraph=True)
-    actual = ours(x, x.shape[-dims:], weight, 1e-5)
-    expected = torch.nn.functional.rms_norm(x, x.shape[-dims:], weight, 1e-5)
-    assert relevant_strides(actual) == relevant_strides(expected)
-    assert layernorm_ext.rms_norm(x.detach().to("meta"), x.shape[-dims:]).stride() == actual.stride()
-    torch.testing.assert_close(actual, expected, rtol=1e-14, atol=1e-14)  # a few roundings of float64
-    dy = torch.randn_like(expected)
-    gradients = [torch.autograd.grad(y, x, dy)[0] for y in (actual, expected)]
-    torch.testing.assert_close(*gradients, rtol=1e-13, atol=1e-13)  # sums of up to 60 products
-
-
 # Types of eps
 
+# Values of every type that torch takes, and of some that it refuses.
 EPS = [np.array([1e-5]), np.array(1e-5), np.array([1e-5, 1e-5]), torch.tensor([1e-5]), "1e-5", 1e-5j, [1e-5]]
 EPS += [np.float64(1e-5), np.float32(1e-5), np.int64(1), torch.tensor(1e-5), torch.tensor(1), 1, True, 1e-5]
 EPS += [torch.tensor(1e-5, requires_grad=True), 10**400]
@@ -90,7 +60,7 @@ def test_fx_quantization_keeps_our_layers_in_float(monkeypatch, norm):
     torch.testing.assert_close(quantized(x), model(x), rtol=0, atol=0.3)
 
 
-# TorchScript: the layers that replace torch's compile to torch's functions; the others raise torch's errors
+# TorchScript: layers that convert() puts in the place of torch's become torch's functions; others raise torch's errors
 
 ZERO_CENTERED, NO_PARAMETERS = {"zero_centered_weight": True}, {"elementwise_affine": False}
 # Torch and the kernels round some ten operations in float32 by 6e-8.
@@ -117,7 +87,7 @@ def test_scripted_layers_match_eager_calls(cls, options):
     ],
     ids=["function", "AddLayerNorm", "AdaRMSNorm", "GatedRMSNorm"],
 )
-def test_others_raise_an_error_of_torch(function):
+def test_scripting_other_layers_and_functions_raises_an_error(function):
     with pytest.raises((RuntimeError, torch.jit.frontend.NotSupportedError)):
         torch.jit.script(function)
 

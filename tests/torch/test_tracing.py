@@ -45,7 +45,7 @@ GRADIENTS = [True, True, True, False, False, False]  # of input, weight and bias
 
 
 @pytest.fixture(autouse=True)
-def default_setting():
+def reset_trace_as():
     yield
     trace_as(None)
 
@@ -68,7 +68,7 @@ def export(model, strict=False):
     ids=dtypes_id,
 )
 def test_exported_programs_call_only_aten(dtypes, strict):
-    """The program takes any batch. Autocast changes no dtype. A float32 sum has the bits of an eager call."""
+    """The program takes any batch. Autocast changes no dtype. A sum in float32 has the bits of an eager call."""
     model = Model(dtypes=dtypes)
     with torch.autocast("cpu", BF16):
         program = export(model, strict)
@@ -81,15 +81,15 @@ def test_exported_programs_call_only_aten(dtypes, strict):
             assert torch.equal(actual[1], expected[1])
             tolerance = {"rtol": eps, "atol": 1e-6}  # the output may round to the other neighbor
         else:
-            # torch rounds the normalized value before the product with the weight, then the output: half an eps each,
-            # for values below 10. The sum with a residual may round to the other neighbor.
+            # aten's operators round xhat before the product with the weight, then the output: half an eps of values
+            # below 10 each. A 16-bit sum with a residual may round to the other neighbor.
             tolerance = {"rtol": 40 * eps, "atol": 40 * eps}
         torch.testing.assert_close(actual, expected, **tolerance)
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported_programs_can_keep_the_kernels(strict):
-    """Decompositions keep the kernels too. The results are the bits of an eager call."""
+    """Decompositions keep the kernels too. The results have the bits of an eager call."""
     model = Model()
     with trace_as("kernel"):
         program = export(model, strict)
@@ -135,7 +135,7 @@ def test_changed_setting_recompiles_once():
         trace_as(setting)
         compiled(x)
     calls = [calls_kernels(module) for module in recorder.fw_graphs]
-    assert calls in ([True, False], [True, False, True])  # None and "kernel" may share a graph
+    assert calls in ([True, False], [True, False, True])  # for "kernel", Dynamo may reuse the graph of None
 
 
 @pytest.mark.inductor
@@ -164,9 +164,7 @@ def parameter_gradients(model, function):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"mode": "reduce-overhead"}, {"mode": "max-autotune-no-cudagraphs", "dynamic": True}],
-    ids=str,
+    "options", [{"mode": "reduce-overhead"}, {"mode": "max-autotune-no-cudagraphs", "dynamic": True}], ids=str
 )
 @pytest.mark.inductor
 def test_compiled_training_matches_eager(options):
@@ -198,22 +196,23 @@ class RowsOfImages(LayerNorm):
 @pytest.mark.parametrize("classes", [(RowsOfImages,), (LayerNorm2d, RMSNorm2d)], ids=["rows", "images"])
 @pytest.mark.inductor
 def test_compiled_training_between_convolutions(classes):
-    """Inductor makes tensors near a convolution channels last, including statistics, but fails for other sizes then.
+    """Inductor makes tensors near a convolution channels last, statistics as well, but then fails for other sizes.
 
-    Without this layout, it cannot order the symbolic strides of views of images: no view may be saved.
+    Other sizes are therefore tested without this layout. There Inductor cannot order the symbolic strides of views of
+    images, so that autograd must not save such views.
     """
     blocks = [torch.nn.Sequential(cls(8), torch.nn.Conv2d(8, 8, 3)) for cls in classes]
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), *blocks)
-    compiled, channels_last = torch.compile(model, fullgraph=True), classes == (RowsOfImages,)
-    with torch._inductor.config.patch(layout_optimization=channels_last):
-        for shape in ((2, 3, 8, 9), (2, 3, 12, 10), (3, 3, 7, 9))[: 1 if channels_last else None]:
+    compiled, is_channels_last = torch.compile(model, fullgraph=True), classes == (RowsOfImages,)
+    with torch._inductor.config.patch(layout_optimization=is_channels_last):
+        for shape in ((2, 3, 8, 9), (2, 3, 12, 10), (3, 3, 7, 9))[: 1 if is_channels_last else None]:
             x = torch.randn(shape)
             gradients = [parameter_gradients(model, lambda f=f, x=x: f(x)) for f in (compiled, model)]
             torch.testing.assert_close(*gradients, **REORDERED_BY_INDUCTOR)
 
 
 def test_symbolic_groups():
-    """Their number may depend on a size: one graph serves all sizes, with both kinds of operators."""
+    """num_groups may depend on a symbolic size: one graph serves all sizes, with the kernels or aten's operators."""
 
     class Model(torch.nn.Module):
         def forward(self, x):
@@ -242,12 +241,12 @@ def test_compiled_training_under_autocast_matches_eager():
         gradients = [parameter_gradients(model, lambda f=f: f(x)) for f in (compiled, model)]
     for actual, expected in zip(*gradients, strict=True):
         assert actual.dtype == F32
-        # Compiled code may round to bfloat16, which has 8 bits, at other places.
+        # Compiled code may round to bfloat16, which has 8 bits, after other operations.
         torch.testing.assert_close(actual, expected, rtol=2**-5, atol=2**-5 * expected.abs().max().item())
 
 
 def test_compiled_autograd_matches_eager():
-    """First derivatives and, of two functions, second ones, whose graphs take seconds to compile."""
+    """First derivatives of two functions, and second ones of two others, whose graphs take seconds to compile."""
     once = Model("layer_norm, memory_efficient", "layer_norm without weight")
     twice = Model("add_rms_norm, zero_centered_weight", "layer_norm_2d")
     for batch in (3, 4):
@@ -298,7 +297,7 @@ class DiTBlock(torch.nn.Module):
 
 
 def add_norm_and_backward(dy, x, residual, w, b):
-    """Return the results of the operators, called by their names."""
+    """Return the results of each operator, called as torch.ops.layernorm has it."""
     shape, operators = x.shape[-1:], torch.ops.layernorm
     first = operators.forward(x, shape, w, b)[0]
     output, total, mean, rstd = operators.forward.fused(first, shape, w, b, 1e-5, residual)
@@ -321,8 +320,8 @@ class BlocksAndOperators(torch.nn.Module):
 def test_saved_programs_run_in_another_process(tmp_path):
     """Exported, traced and scripted programs do not need this package; those compiled ahead of time do.
 
-    Compiled blocks call the kernels, also where a mean or sum is absent. Inductor compiles the rest with other
-    roundings. Operators without neighbors have the same bits.
+    A program compiled ahead of time calls the kernels, also where a mean or sum is absent. Inductor compiles the rest
+    of its blocks, which therefore round otherwise; the operators alone have the same bits.
     """
     norms, x = torch.nn.Sequential(LayerNorm(8), layernorm_ext.RMSNorm(8)), torch.randn(3, 8)
     torch.export.save(torch.export.export(norms, (x,)), tmp_path / "exported.pt2")
@@ -350,7 +349,7 @@ def test_saved_programs_run_in_another_process(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
     blocks, operators = torch.load(tmp_path / "outputs.pt")
     expected = model(*inputs)
-    torch.testing.assert_close(blocks, expected[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(blocks, expected[0], rtol=1e-6, atol=1e-6)  # some ten roundings of 6e-8
     torch.testing.assert_close(operators, expected[1], **SAME_BITS)
 
 
@@ -369,7 +368,7 @@ def test_jit_traces_match_eager_calls(setting):
 
 @pytest.mark.parametrize("cls", [torch.nn.LayerNorm, torch.nn.RMSNorm])
 def test_jit_trace_of_a_converted_model_has_the_operators_of_the_original(cls):
-    """Whatever reads the original's trace, such as OpenVINO, coremltools, pnnx and fvcore, then reads this one."""
+    """OpenVINO, coremltools, pnnx and fvcore read traces: what they read of the original, they read of this one."""
     model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), cls(8)), torch.randn(3, 5, 8)
     original = torch.jit.trace(model, x)
     assert layernorm_ext.convert(model).replaced
@@ -459,11 +458,13 @@ def test_jit_traces_of_parameters_of_images(shape):
 
 
 def of_selected_rows(function):
-    """Return a function of some rows of an input and of a parameter or, if all rows share it, of the parameter."""
+    """Return function(x[rows], w[rows]) for a mask of rows; a parameter that all rows share stays whole."""
     return lambda x, w, rows: function(x[rows], w[rows] if len(w) == len(rows) else w)
 
 
 def of_repeated_rows(function):
+    """Return function(x, w) of the first rows of x and w, repeated as often as the mask `rows` is true."""
+
     def repeat(t, rows):
         return t[:1].expand(rows.sum().item(), *t.shape[1:])
 
@@ -497,7 +498,7 @@ def call_data_dependent(*tensors):
 
 @pytest.mark.parametrize("shape", PARAMETER_SHAPES, ids=str)
 def test_numbers_of_samples_that_depend_on_data(shape):
-    """Parameters per sample, row or position compile without a graph break, as torch's functions do."""
+    """Functions compile without a graph break, with parameters per sample, row or position, as torch's do."""
     rows = torch.tensor([True, False, True, True])
     leaves = [t.requires_grad_() for t in (torch.randn(4, 5, 8), torch.randn(shape))]
     with torch._dynamo.config.patch(NUMBERS_FROM_DATA):
@@ -513,7 +514,7 @@ def test_numbers_of_samples_that_depend_on_data(shape):
 
 @pytest.mark.inductor
 def test_inductor_compiles_numbers_of_samples_that_depend_on_data():
-    """Inductor sees parameters of any shape alike, as arguments of an operator."""
+    """With one shape of parameters: for Inductor, they are arguments of an operator, whatever their shape."""
     tensors = torch.randn(4, 5, 8), torch.randn(4, 1, 8), torch.tensor([True, False, True, True])
     with torch._dynamo.config.patch(NUMBERS_FROM_DATA):
         results = torch.compile(call_data_dependent, fullgraph=True)(*tensors)
@@ -533,20 +534,20 @@ def test_sizes_that_differ_at_run_time_are_refused():
         assert torch.equal(compiled(x, w, rows, rows), call(x, w, rows, rows))
         with pytest.raises(RuntimeError):
             compiled(x, w, rows, torch.tensor([True, True, False, False]))
-        # A size of 1 fits as well; a gradient has the shape of its own parameter.
+        # One weight fits three rows as well. Each gradient has the shape of its own parameter.
         leaves = [t.requires_grad_() for t in (x[:3].clone(), w)]
         one = torch.tensor([False, True, False, False])
         for some in (rows, one):
             gradients = []
             for norm in (layer_norm, torch.compile(layer_norm, fullgraph=True, backend="aot_eager")):
-                loss = lambda x, w, norm=norm, some=some: (norm(x, (8,), w[some], w[:3]),)  # noqa: E731
-                gradients.append(with_gradients(loss, leaves)[1])
+                function = lambda x, w, norm=norm, some=some: (norm(x, (8,), w[some], w[:3]),)  # noqa: E731
+                gradients.append(with_gradients(function, leaves)[1])
             for actual, expected in zip(*gradients, strict=True):
                 torch.testing.assert_close(actual, expected, **REORDERED_BY_INDUCTOR)
 
 
 def norms_with(eps, x):
-    """Return the outputs of functions of every kind."""
+    """Return the outputs of every kind of function with this eps."""
     return [
         layer_norm(x, (8,), eps=eps),
         rms_norm(x, (8,), eps=eps),
@@ -559,7 +560,7 @@ def norms_with(eps, x):
 
 @pytest.mark.parametrize("setting", ["kernel", "aten"])
 def test_eps_from_a_tensor_breaks_the_graph(setting):
-    """As with torch's functions, because a recorded operator needs a constant eps."""
+    """As with torch's functions, because a recorded operator needs a constant eps. A number is one, in one graph."""
     x, eps = torch.randn(3, 8, 8), torch.tensor(0.5)
     with trace_as(setting), torch._dynamo.config.patch(capture_scalar_outputs=True):
         compiled = torch.compile(lambda eps, x: norms_with(eps.item(), x), backend="aot_eager")
@@ -580,7 +581,7 @@ def test_unknown_operators_are_an_error():
 
 
 def test_objects_are_entered_again_nested_and_in_any_order():
-    """Each statement sets the choice and restores the one before it, as if it called the class itself."""
+    """Each `with` of a trace_as object sets its choice and restores the one before the `with`."""
 
     def enter(setting, before):
         assert tracing._operators == before
@@ -597,7 +598,7 @@ def test_objects_are_entered_again_nested_and_in_any_order():
     kernel = trace_as("kernel")
     with kernel:
         assert tracing._operators == "kernel"
-    assert tracing._operators is None  # the choice before the call, to which the first statement belongs
+    assert tracing._operators is None  # the first `with` restores the choice before trace_as("kernel") was called
     for before in (None, None, "aten"):
         trace_as(before)
         enter(kernel, before)
@@ -645,7 +646,7 @@ def test_make_fx_records_the_chosen_operators(tracing_mode):
 
 @pytest.mark.parametrize("norm", [LayerNorm(64), layernorm_ext.RMSNorm(64, eps=1e-6)], ids=repr)
 def test_aten_operators_have_the_range_of_torch(norm):
-    """As the documents say: squares of 1e30 overflow, where the kernels are right."""
+    """As the documents say: in them, squares of 1e30 overflow; in the kernels, they do not."""
     x = 1e30 * randn((3, 64), F32)
     program = torch.export.export(norm, (x,)).module()
     torch.testing.assert_close(program(x), super(type(norm), norm).forward(x), equal_nan=True, **SAME_BITS)
