@@ -218,8 +218,10 @@ BackwardOutputs backward_autograd(const BackwardArgs& args) {
   return outputs;
 }
 
+// Within vmap, the tensors do not say whether autograd records the call; create_graph=True enables the gradient mode.
 BackwardOutputs backward_batched(const BackwardArgs& args) {
-  return args.options.memory_efficient ? backward_memory_efficient(args) : backward_composite(args);
+  if (!args.options.memory_efficient || at::GradMode::is_enabled()) return backward_composite(args);
+  return backward_memory_efficient(args);
 }
 
 }  // namespace
@@ -231,10 +233,9 @@ TORCH_LIBRARY_IMPL(layernorm, ADInplaceOrView, m) {
   m.impl("forward_.fused", TORCH_FN(inplace_forward_operator<forward_below>));
 }
 
-// vmap uses the batching rules of the composite's aten operations.
-TORCH_LIBRARY_IMPL(layernorm, FuncTorchBatchedDecomposition, m) { implement<forward_composite, backward_composite>(m); }
-
-// So does torch.autograd.grad(is_grads_batched=True), whose fallback cannot return absent tensors.
+// vmap uses the batching rules of the composite's aten operations, and so does
+// torch.autograd.grad(is_grads_batched=True), whose fallback cannot return absent tensors.
+TORCH_LIBRARY_IMPL(layernorm, FuncTorchBatchedDecomposition, m) { implement<forward_composite, backward_batched>(m); }
 TORCH_LIBRARY_IMPL(layernorm, Batched, m) { implement<forward_composite, backward_batched>(m); }
 
 }  // namespace layernorm

@@ -18,7 +18,7 @@ from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from layernorm_ext import _C, _calls, add_layer_norm, rms_norm
+from layernorm_ext import _C, _calls, add_layer_norm, layer_norm, layer_norm_2d, rms_norm
 
 FLOATS = [F64, F32, F16, BF16]
 # Input, residual, weight, bias: 16 bits, wider parameters, narrower ones, two parameter dtypes, float32 residuals.
@@ -225,6 +225,29 @@ def test_batched_gradients(member, shape, dtype):
                 for a, e in zip(actual, expected, strict=True):
                     if e is not None:
                         assert_near([a[i]], [e], tolerance, [e.dtype])
+
+
+BATCHED = {
+    "is_grads_batched": lambda y, x, dy, **options: torch.autograd.grad(y, x, dy, is_grads_batched=True, **options),
+    "vmap": lambda y, x, dy, **options: torch.vmap(lambda g: torch.autograd.grad(y, x, g, **options))(dy),
+}
+
+
+@pytest.mark.parametrize("batched", BATCHED.values(), ids=list(BATCHED))
+@pytest.mark.parametrize("function", [layer_norm, layer_norm_2d])
+def test_batched_gradients_with_memory_efficient(function, batched):
+    """A second derivative must be refused: rstd, of which it consists, is a constant in a backward from the output."""
+    x, w, b = leaves([randn((2, 8, 3), F64), randn(8, F64).abs() + 0.5, randn(8, F64)])[0]
+    input = x.movedim(1, -1) if function is layer_norm else x
+    shape = [(8,)] if function is layer_norm else []
+    y = function(input, *shape, w, b, memory_efficient=True)
+    dy = randn((4, *y.shape), F64)
+    actual = batched(y, (x, w, b), dy, retain_graph=True)
+    for i, g in enumerate(dy):
+        expected = torch.autograd.grad(y, (x, w, b), g, retain_graph=True)
+        assert_near([a[i] for a in actual], expected, 1e-13, [F64] * 3)  # sums of six products in another order
+    with pytest.raises(NotImplementedError, match="memory_efficient=True does not keep"):
+        batched(y, (x, w, b), dy, create_graph=True)
 
 
 def test_functionalized_calls_change_the_residual():
