@@ -198,7 +198,7 @@ def change(name, args, rng):
 
 
 def as_rows(t, args):
-    """Return a tensor, statistic or parameter with the normalized dimensions last, as one; see csrc/ops/geometry.h."""
+    """Return a tensor, statistic or parameter with the normalized dimensions last, as one; see csrc/ops/shapes.h."""
     dims, count, groups = args["input"].dim(), len(args["normalized_shape"]), args.get("num_groups") or 1
     if t.dim() > count and args["images"]:
         t = t.reshape(*t.shape, *[1] * (dims - t.dim())).movedim(1, -1)

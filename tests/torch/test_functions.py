@@ -158,6 +158,34 @@ def test_derivatives_with_mixed_dtypes(member, dtypes):
         assert_near(transforms(member, tensors), transforms(member.formula, wide), tolerance, result_dtypes)
 
 
+SHAPES = [(3, 70, 33), (3, 70, 33), (33,), (3, 33)]  # of input, residual, and two parameters, one per sample
+WITH_MIXED_PARAMETERS = {  # named by the parameter that is per sample, except the last one
+    "bias": lambda x, r, shared, own: layer_norm(x, (33,), shared, own),
+    "weight": lambda x, r, shared, own: layer_norm(x, (33,), own, shared),
+    "gate": lambda x, r, shared, own: add_layer_norm(x, r, (33,), shared, gate=own),
+    "gate of a bias": lambda x, r, shared, own: add_layer_norm(x, r, (33,), None, shared, gate=own),
+    "shared gate": lambda x, r, shared, own: add_layer_norm(x, r, (33,), None, own, gate=shared),
+}
+
+
+@pytest.mark.parametrize("function", WITH_MIXED_PARAMETERS.values(), ids=list(WITH_MIXED_PARAMETERS))
+def test_a_gradient_has_the_same_bits_whichever_others_are_computed(function):
+    """The gradient of the shared parameter is summed over each sample first, because another one is per sample."""
+    values = [randn(shape, F32) for shape in SHAPES]
+
+    def gradients(mask):
+        tensors = [t.clone().requires_grad_(is_needed) for t, is_needed in zip(values, mask, strict=True)]
+        needed = [t for t in tensors if t.requires_grad]
+        results = iter(torch.autograd.grad(loss(tree_leaves(function(*tensors))), needed, materialize_grads=True))
+        return [next(results) if is_needed else None for is_needed in mask]
+
+    expected = gradients([True] * 4)
+    for mask in itertools.product([False, True], repeat=4):
+        if any(mask[0:1] + mask[2:]):  # some functions have no residual
+            for actual, right in zip(gradients(mask), expected, strict=True):
+                assert actual is None or torch.equal(actual, right)
+
+
 def test_a_memory_efficient_backward_has_no_derivative_by_the_bias_either():
     x, b = randn((3, 8), F32), randn(8, F32).requires_grad_()
     forward, backward = torch.ops.layernorm.forward, torch.ops.layernorm.backward
