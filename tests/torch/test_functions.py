@@ -170,7 +170,7 @@ WITH_MIXED_PARAMETERS = {  # named by the parameter that is per sample, except t
 
 @pytest.mark.parametrize("function", WITH_MIXED_PARAMETERS.values(), ids=list(WITH_MIXED_PARAMETERS))
 def test_a_gradient_has_the_same_bits_whichever_others_are_computed(function):
-    """The gradient of the shared parameter is summed over each sample first, because another one is per sample."""
+    """The gradient of the shared parameter is summed within each sample first, because another one is per sample."""
     values = [randn(shape, F32) for shape in SHAPES]
 
     def gradients(mask):
@@ -294,7 +294,11 @@ def test_functionalized_calls_change_the_residual():
 
 
 def tensors_to_save(member, x, r, w, b, output, total=None):
-    """Return the tensors that the wanted gradients need, apart from the statistics."""
+    """Return the tensors that the wanted gradients need, apart from the statistics.
+
+    The parameters' shapes determine the order of summation: the gate beside a residual is always saved, and a bias is
+    unless it has the type of the weight.
+    """
     wants_x, wants_w, wants_b = x.requires_grad, w.requires_grad, b.requires_grad and member.has_bias
     wants_r = r.requires_grad and member.takes_two
     gates, is_first = "gate" in member.options, "gate_first" in member.options
@@ -304,14 +308,13 @@ def tensors_to_save(member, x, r, w, b, output, total=None):
     saved = [w]
     if wants_rows or wants_w:
         saved.append(output if efficient else x if total is None else total)
-    if gates and (wants_x or wants_gate):  # the factor of the input
+    if gates:  # the factor of the input
         saved += [b, *[x] * wants_gate]
     if member.is_gated_norm and (wants_rows or wants_w or (wants_b and not is_first)):
         saved.append(r)
-    # xhat is computed from the output, and the gradient of a gate from the norm's output, each with the bias. Its own
-    # gradient needs its dtype if the weight has another one.
+    # xhat is computed from the output, and the gradient of a gate from the norm's output, each with the bias.
     needs_bias = wants_gate and member.is_gated_norm and not is_first or efficient and (wants_rows or wants_w)
-    if member.has_bias and (needs_bias or (wants_b and b.dtype != w.dtype)):
+    if member.has_bias and (needs_bias or b.dtype != w.dtype):
         saved.append(b)
     return saved
 
