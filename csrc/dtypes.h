@@ -1,4 +1,5 @@
-// The combinations of dtypes that have kernels. call.h converts the parameters of other combinations.
+// The combinations of dtypes that have kernels. ParameterTypes (ops/shapes.h) chooses among them, and ops/call.h
+// converts the parameters of other combinations.
 #pragma once
 
 #include <type_traits>
@@ -7,6 +8,7 @@
 
 namespace layernorm {
 
+// The C++ types of the elements of a call's arrays.
 template <class T_, class X_, class W_>
 struct Types {
   using T = T_;  // input, output and grad_output
@@ -14,28 +16,28 @@ struct Types {
   using W = W_;  // weight, bias and their gradients
 };
 
-// Throws an internal error: the host code never selects such a combination.
+// Throws an internal error, because the host code never selects a combination without a kernel.
 [[noreturn]] void no_kernel_for(const Params& params);
 
-// Calls f(Types<T, X, W>{}) with the element types of a backend. `Elements` names them, Float64 as void if it has none:
-// struct Elements { using Float64 = ...; using Float32 = ...; using Float16 = ...; using BFloat16 = ...; };
+// Calls f(Types<T, X, W>{}) for the dtypes of a call. `Elements` has the C++ types by which a backend represents them,
+// Elements::Float64, Float32, Float16 and BFloat16. Float64 is void if the backend lacks it.
 template <class Elements, class F>
 void dispatch_dtypes(const Params& p, F&& f) {
   using E = Elements;
   using Float = typename E::Float32;
-  const auto is_sum_and_parameters = [&](Dtype sum_dtype, Dtype param_dtype) {
+  const auto has_dtypes = [&](Dtype sum_dtype, Dtype param_dtype) {
     return p.sum_dtype == sum_dtype && p.param_dtype == param_dtype;
   };
   const auto with_16_bit = [&](auto element) {
     using Half = decltype(element);
-    if (is_sum_and_parameters(p.dtype, p.dtype)) return f(Types<Half, Half, Half>{});
-    if (is_sum_and_parameters(p.dtype, Dtype::kFloat32)) return f(Types<Half, Half, Float>{});
-    if (is_sum_and_parameters(Dtype::kFloat32, Dtype::kFloat32)) return f(Types<Half, Float, Float>{});
+    if (has_dtypes(p.dtype, p.dtype)) return f(Types<Half, Half, Half>{});
+    if (has_dtypes(p.dtype, Dtype::kFloat32)) return f(Types<Half, Half, Float>{});
+    if (has_dtypes(Dtype::kFloat32, Dtype::kFloat32)) return f(Types<Half, Float, Float>{});
     no_kernel_for(p);
   };
   if (p.dtype == Dtype::kFloat16) return with_16_bit(typename E::Float16{});
   if (p.dtype == Dtype::kBFloat16) return with_16_bit(typename E::BFloat16{});
-  if (!is_sum_and_parameters(p.dtype, p.dtype)) no_kernel_for(p);
+  if (!has_dtypes(p.dtype, p.dtype)) no_kernel_for(p);
   if (p.dtype == Dtype::kFloat32) return f(Types<Float, Float, Float>{});
   if constexpr (!std::is_void_v<typename E::Float64>) {
     f(Types<typename E::Float64, typename E::Float64, typename E::Float64>{});

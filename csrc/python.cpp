@@ -22,7 +22,8 @@ using std::optional;
 // Whether an argument is a tensor without an override (__torch_function__).
 bool is_tensor(PyObject* object) { return THPVariable_CheckExact(object); }
 
-// Reads a tuple or list of Python integers, as normalized_shape is in nearly every call; returns whether it is one.
+// Reads a normalized_shape, which is a tuple or list of Python integers in nearly every call; returns whether it is
+// one.
 bool read_sizes(PyObject* object, c10::SymDimVector& sizes) {
   if (!PyTuple_Check(object) && !PyList_Check(object)) return false;
   const Py_ssize_t count = PySequence_Fast_GET_SIZE(object);
@@ -36,7 +37,8 @@ bool read_sizes(PyObject* object, c10::SymDimVector& sizes) {
   return true;
 }
 
-// The arguments of norm() in layernorm_ext/_calls.py. Those from the residual on have defaults.
+// The arguments of norm(), in the order of the function of this name in layernorm_ext/_calls.py. Those from the
+// residual on have defaults.
 enum Argument {
   kName,
   kInput,
@@ -56,9 +58,10 @@ constexpr const char* kNames[] = {
     "input_scale", "inplace", LAYERNORM_EACH_OPTION(NAME)};
 #undef NAME
 constexpr Py_ssize_t kArguments = std::size(kNames);
-PyObject* names[kArguments];  // interned
+PyObject* names[kArguments];  // as interned Python strings
 
-// Read an option, and keep its value if it is absent. They return whether it has the type, and an integer 64 bits.
+// Read the value of an option; a null pointer means the default. They return whether the value is a bool, or an integer
+// of at most 64 bits.
 bool read_option(PyObject* object, bool& option) {
   if (!object) return true;
   option = object == Py_True;
@@ -73,7 +76,8 @@ bool read_option(PyObject* object, optional<c10::SymInt>& option) {
   return overflow == 0;
 }
 
-// Reads the arguments of a vectorcall by position or name; absent ones are null. Returns whether the names are known.
+// Reads the arguments of a vectorcall: `count` by position, the others by the names of the tuple `keywords`. Absent
+// arguments are null. Returns whether the names are known.
 bool read_arguments(PyObject* const* args, Py_ssize_t count, PyObject* keywords, PyObject* (&values)[kArguments]) {
   if (count > kArguments) return false;
   std::copy_n(args, count, values);
@@ -85,9 +89,9 @@ bool read_arguments(PyObject* const* args, Py_ssize_t count, PyObject* keywords,
   return true;
 }
 
-// norm() of layernorm_ext/_calls.py for usual arguments: calls the operator. Passes to Python arguments of other types,
-// nested tensors, and calls that torch.jit.trace or a dispatch mode (torch.export, make_fx) records. torch.ops takes
-// 3 us longer (8 x 64, AMD EPYC Zen 4).
+// A faster norm() than that of layernorm_ext/_calls.py: calls the operator without torch.ops, which takes 3 us longer
+// (8 x 64, AMD EPYC Zen 4). It passes a call to the function in Python if an argument has another type or is a nested
+// tensor, or if torch.jit.trace or a dispatch mode (torch.export, make_fx) records operators.
 PyObject* norm(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
   HANDLE_TH_ERRORS
   PyObject* values[kArguments] = {};
@@ -100,17 +104,16 @@ PyObject* norm(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* key
     PyObject* const* value = values + kFirstOption;
     return std::apply([&](auto&... option) { return (read_option(*value++, option) && ...); }, options.fields());
   };
-  // Only functions that add a residual have this option.
-  const auto has_right_inplace = [&] {
+  const auto has_valid_inplace = [&] {  // only functions that add a residual have this option
     return has(kResidual) ? !values[kInplace] || PyBool_Check(values[kInplace]) : !has(kInplace);
   };
-  const bool plain = read_arguments(args, count, keywords, values) && has_required() && is_tensor(values[kInput]) &&
-                     read_sizes(values[kNormalizedShape], normalized_shape) && PyFloat_CheckExact(values[kEps]) &&
-                     is_tensor_or_none(kWeight) && is_tensor_or_none(kBias) && is_tensor_or_none(kResidual) &&
-                     is_tensor_or_none(kGate) && is_tensor_or_none(kInputScale) && read_options() &&
-                     has_right_inplace() && !at::impl::torch_function_mode_enabled() &&
-                     !at::tracer::impl::is_dispatch_enabled() && !c10::impl::TorchDispatchModeTLS::any_modes_set();
-  if (!plain || THPVariable_Unpack(values[kInput]).is_nested()) {
+  const bool is_usual = read_arguments(args, count, keywords, values) && has_required() && is_tensor(values[kInput]) &&
+                        read_sizes(values[kNormalizedShape], normalized_shape) && PyFloat_CheckExact(values[kEps]) &&
+                        is_tensor_or_none(kWeight) && is_tensor_or_none(kBias) && is_tensor_or_none(kResidual) &&
+                        is_tensor_or_none(kGate) && is_tensor_or_none(kInputScale) && read_options() &&
+                        has_valid_inplace() && !at::impl::torch_function_mode_enabled() &&
+                        !at::tracer::impl::is_dispatch_enabled() && !c10::impl::TorchDispatchModeTLS::any_modes_set();
+  if (!is_usual || THPVariable_Unpack(values[kInput]).is_nested()) {
     const pybind11::object in_python = pybind11::module_::import("layernorm_ext._calls").attr("norm");
     return PyObject_Vectorcall(in_python.ptr(), args, count, keywords);
   }

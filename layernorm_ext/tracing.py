@@ -221,7 +221,7 @@ def _from_rows(output: Tensor, input: Tensor, rms: bool, images: bool, num_group
 def _as_rows(tensor: Tensor, input_dims: int, normalized_dims: int, images: bool, num_groups: int) -> Tensor:
     """Return a view of an argument with the normalized dimensions last, after the input's batch dimensions, if any.
 
-    The batch sizes of a parameter belong to the first batch dimensions of the input; see csrc/ops/geometry.h.
+    The batch sizes of a parameter belong to the first batch dimensions of the input; see csrc/ops/shapes.h.
     """
     if tensor.dim() > normalized_dims:
         while tensor.dim() < input_dims:

@@ -1,7 +1,8 @@
 // Derivatives of the operators.
 //
-// First order: `forward` records a node that calls `backward`. A `backward` that is recorded is a composition of aten
-// operations, which autograd differentiates to any order. For forward-mode AD and torch.func, so is `forward`.
+// A recorded `forward` calls the kernels, and adds a node to the graph that calls `backward`. A recorded `backward` is
+// a composition of aten operations instead of a kernel, so that autograd can differentiate it to any order. In
+// forward-mode AD and in torch.func, `forward` is a composition, too.
 //
 // With xhat = (x - mean) * rstd, g = dy * weight and the projection P(z) = z - mean(z) - xhat * mean(z * xhat):
 //
@@ -15,9 +16,9 @@
 #include <torch/library.h>
 
 #include "composite.h"
-#include "geometry.h"
 #include "node.h"
 #include "norm.h"
+#include "shapes.h"
 
 namespace layernorm {
 namespace {
@@ -37,7 +38,7 @@ template <class... Tensors>
 bool any_requires_grad(const Tensors&... tensors) {
   return (requires_grad(tensors) || ...);
 }
-// Whether autograd records a call.
+// Whether autograd must record a call.
 template <class Args>
 bool needs_node(const Args& args) {
   bool result = false;
@@ -47,9 +48,9 @@ bool needs_node(const Args& args) {
 
 // ---- the nodes ------------------------------------------------------------------------------------------------------
 
-// The derivative of forward. The gradient of an input beside a float32 residual is float32; autograd converts it.
+// The derivative of forward. A 16-bit input beside a float32 residual gets a float32 gradient, which autograd converts.
 struct LayerNormBackward : RecordableNode<LayerNormBackward> {
-  // `grads` has the upstream gradients of the sum, if has_residual, and of the output.
+  // `grads` has the upstream gradients of the node's outputs: of the sum, if has_residual, and of the output.
   variable_list derivative(const variable_list& grads, NeedsInputGrad needs_input_grad) {
     const auto [needs_input, needs_weight, needs_bias, needs_residual, needs_gate, needs_input_scale] =
         needs_input_grad;
@@ -59,7 +60,7 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
     BackwardOutputs outputs;
     if (grad_output.defined()) {
       Tensor input = saved_input.unpack(*this);
-      if (!input.defined()) input = grad_output;  // only its shape, dtype and device matter
+      if (!input.defined()) input = grad_output;  // for dbias, only the shape, dtype and device of the input matter
       const auto weight = unpack(saved_weight), bias = unpack(saved_bias), gate = unpack(saved_gate);
       const auto mean = unpack(saved_mean);
       const Tensor rstd = saved_rstd.unpack(*this);
@@ -89,21 +90,20 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
 
   std::string name() const override { return "LayerNormBackward"; }
 
-  // The weight and the statistics are always saved, the others only if a needed gradient depends on them.
-  SavedTensor saved_input;  // the sum if has_residual; the output if memory_efficient; absent if only dbias is needed
-  SavedTensor saved_weight, saved_mean, saved_rstd;
-  SavedTensor saved_bias;  // for its values, see needs_bias(), or if its shape or dtype is not the weight's
-  SavedTensor saved_gate, saved_input_scale;
+  // With a residual, the input is the sum; if memory_efficient, the output; if only dbias is needed, undefined.
+  SavedTensor saved_input;
+  SavedTensor saved_weight, saved_mean, saved_rstd, saved_input_scale;  // always
+  SavedTensor saved_bias;          // if its shape or dtype is not the weight's, or for its values, see needs_bias()
+  SavedTensor saved_gate;          // unless only dbias is needed and does not depend on it
   SavedTensor saved_scaled_input;  // the input, for the gradient of input_scale
   std::vector<c10::SymInt> normalized_shape;
-  bool has_residual = false;
+  bool has_residual = false;  // whether the sum is an output of the node
   Options options;
 
  private:
   optional<Tensor> unpack(const SavedTensor& t) { return as_optional(t.unpack(*this)); }
 
-  // The gradients of residual + input_scale * input. They are all that is needed if the output has no upstream
-  // gradient.
+  // The gradients of the sum residual + input_scale * input, if only the sum has an upstream gradient.
   BackwardOutputs derivative_of_sum(const Tensor& grad_sum, const optional<Tensor>& input_scale,
                                     const optional<Tensor>& scaled_input, bool needs_input, bool needs_input_scale) {
     BackwardOutputs outputs;
@@ -122,8 +122,7 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
   }
 };
 
-// Whether the gradient of the bias has another shape or dtype than the weight, whose ones it gets if the bias is absent
-// in backward. A size that is known only at run time may differ.
+// Whether a bias has another shape or dtype than the weight. A size that is known only at run time may differ.
 bool has_other_type(const Tensor& bias, const OptionalTensorRef& weight) {
   if (!weight || weight->scalar_type() != bias.scalar_type() || weight->dim() != bias.dim()) return true;
   for (int64_t d = 0; d < bias.dim(); ++d) {
@@ -132,15 +131,16 @@ bool has_other_type(const Tensor& bias, const OptionalTensorRef& weight) {
   return false;
 }
 
-// The derivative of a backward pass from the output.
+// The derivative of a backward pass with memory_efficient: an error.
 struct NoDerivative : torch::autograd::Node {
   variable_list apply(variable_list&&) override { TORCH_CHECK_NOT_IMPLEMENTED(false, kNoDerivative); }
 };
 
 // ---- the keys Autograd and ADInplaceOrView --------------------------------------------------------------------------
 
-// Calls the kernels. Tensors that were saved and share memory with a residual that is overwritten become invalid.
-ForwardOutputs forward_below(const ForwardArgs& args) {
+// Calls the kernels, and increments the version of an overwritten residual. By the version, autograd notices in
+// backward that a saved tensor, which may share the residual's memory, has changed.
+ForwardOutputs forward_below_autograd(const ForwardArgs& args) {
   ForwardOutputs outputs;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
@@ -152,7 +152,7 @@ ForwardOutputs forward_below(const ForwardArgs& args) {
 
 ForwardOutputs forward_autograd(const ForwardArgs& args) {
   if (is_transformed(args)) return forward_composite(args);
-  if (!needs_node(args)) return forward_below(args);
+  if (!needs_node(args)) return forward_below_autograd(args);
   const auto& [input, normalized_shape, weight, bias, eps, options, residual, gate, input_scale, inplace] = args;
   if (inplace) {
     TORCH_CHECK(!residual->is_view(),
@@ -168,25 +168,25 @@ ForwardOutputs forward_autograd(const ForwardArgs& args) {
   node->set_next_edges({edge(input), edge(weight), edge(bias), edge(residual), edge(gate), edge(input_scale)});
   node->normalized_shape.assign(normalized_shape.begin(), normalized_shape.end());
   node->options = options;
-  // Otherwise the sum is a constant, and the node is that of a norm whose input is the sum.
+  // If no gradient flows through the sum, it is no output of the node, and its backward is that of a norm of the sum.
   node->has_residual = residual && any_requires_grad(input, residual, input_scale);
-  // dbias is the sum of grad_output over the rows, or of its product with a gate that multiplies the output. It needs
-  // the input only for its dtype, where that is not grad_output's.
+  // dbias is the sum over the rows of grad_output or, with a gate that multiplies the output, of grad_output * f(gate).
+  // It does not depend on the input, except for its dtype, where that is not the dtype of grad_output.
   const bool saves_input = any_requires_grad(input, residual, weight, gate, input_scale) ||
                            (residual && residual->scalar_type() != input->scalar_type());
   const bool saves_gate = gate && (saves_input || !options.gate_first);
-  const bool saves_input_scale = node->has_residual && input_scale && any_requires_grad(input, input_scale);
   const bool needs_bias_values = options.memory_efficient ? saves_input : needs_bias(args) && requires_grad(gate);
-  const bool needs_bias_type = requires_grad(bias) && has_other_type(*bias, weight);
+  // The shapes of all parameters determine the order in which backward sums the rows. So all of them are saved, or
+  // represented by a weight of the same type: otherwise the bits of a gradient would depend on which others are needed.
   // Arguments are saved before the call, so that backward refuses those that it has overwritten with the residual.
   if (weight) node->saved_weight = SavedTensor(*weight);
-  if (bias && (needs_bias_values || needs_bias_type)) node->saved_bias = SavedTensor(*bias);
+  if (bias && (needs_bias_values || has_other_type(*bias, weight))) node->saved_bias = SavedTensor(*bias);
+  if (input_scale) node->saved_input_scale = SavedTensor(*input_scale);
   if (saves_gate) node->saved_gate = SavedTensor(*gate);
-  if (saves_input_scale) node->saved_input_scale = SavedTensor(*input_scale);
-  if (saves_input_scale && requires_grad(input_scale)) node->saved_scaled_input = SavedTensor(input);
-  ForwardOutputs outputs = forward_below(args);
+  if (node->has_residual && requires_grad(input_scale)) node->saved_scaled_input = SavedTensor(input);
+  ForwardOutputs outputs = forward_below_autograd(args);
   auto& [output, sum, mean, rstd] = outputs;
-  // The sum is the first output, as hooks of a residual that is overwritten require.
+  // The sum is the first output of the node, as the hooks of a residual that is overwritten require.
   if (inplace && node->has_residual) {
     torch::autograd::rebase_history(sum, node);
   } else if (node->has_residual) {
@@ -211,30 +211,32 @@ BackwardOutputs backward_autograd(const BackwardArgs& args) {
   }
   if (records) {
     const auto node = make_node<NoDerivative>();
-    node->set_next_edges(torch::autograd::collect_next_edges(
-        *args.grad_output, *args.input, args.weight ? *args.weight : Tensor(), args.bias ? *args.bias : Tensor()));
-    torch::autograd::set_history({outputs.grad_input, outputs.grad_weight, outputs.grad_bias}, node);
+    for_each_tensor(
+        args, [&](const char*, const Tensor& t) { node->add_next_edge(torch::autograd::impl::gradient_edge(t)); });
+    std::apply([&](auto&... grads) { torch::autograd::set_history({grads...}, node); }, outputs.fields());
   }
   return outputs;
 }
 
+// Backward within vmap. There, no tensor says whether it requires a gradient, so the mode decides whether autograd
+// might differentiate the result: it is enabled by create_graph=True.
 BackwardOutputs backward_batched(const BackwardArgs& args) {
-  return args.options.memory_efficient ? backward_memory_efficient(args) : backward_composite(args);
+  if (!args.options.memory_efficient || at::GradMode::is_enabled()) return backward_composite(args);
+  return backward_memory_efficient(args);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(layernorm, Autograd, m) { implement<forward_autograd, backward_autograd>(m); }
 
-// Inference mode excludes the key Autograd.
+// In inference mode, which excludes the key Autograd, a normal tensor's version must still be incremented.
 TORCH_LIBRARY_IMPL(layernorm, ADInplaceOrView, m) {
-  m.impl("forward_.fused", TORCH_FN(inplace_forward_operator<forward_below>));
+  m.impl("forward_.fused", TORCH_FN(inplace_forward_operator<forward_below_autograd>));
 }
 
-// vmap uses the batching rules of the composite's aten operations.
-TORCH_LIBRARY_IMPL(layernorm, FuncTorchBatchedDecomposition, m) { implement<forward_composite, backward_composite>(m); }
-
-// So does torch.autograd.grad(is_grads_batched=True), whose fallback cannot return absent tensors.
+// vmap uses the batching rules of the composite's aten operations, and so does
+// torch.autograd.grad(is_grads_batched=True), whose fallback cannot return absent tensors.
+TORCH_LIBRARY_IMPL(layernorm, FuncTorchBatchedDecomposition, m) { implement<forward_composite, backward_batched>(m); }
 TORCH_LIBRARY_IMPL(layernorm, Batched, m) { implement<forward_composite, backward_batched>(m); }
 
 }  // namespace layernorm

@@ -1,4 +1,5 @@
-// A call as the kernels see it: its rows, the views of its tensors, and the copies of those that they cannot read.
+// A call as the kernels see it: its rows, the views of its tensors, and copies of tensors that they cannot read in
+// place.
 #pragma once
 
 #include <ATen/ExpandUtils.h>
@@ -12,7 +13,7 @@
 #include <iterator>
 
 #include "../kernel_params.h"
-#include "geometry.h"
+#include "shapes.h"
 
 namespace layernorm {
 
@@ -27,18 +28,19 @@ inline at::DimVector strides_like(const Tensor& images) {
   return at::DimVector(at::infer_dense_strides(images.sizes(), images.strides()));
 }
 
-// Every tensor of a call is seen as [samples, rows, cols]. All rows of one of these samples have the same parameters.
+// Every tensor of a call is viewed as [samples, rows, cols], where the rows of a sample share the weight, the bias and
+// the input_scale. To make this view, each batch dimension is assigned to the samples or to the rows:
+//  - The batch dimensions in which a parameter has the input's size are samples, and so is the dimension of num_groups.
+//    The others are rows.
+//  - If all rows share the parameters, the first batch dimensions are samples and the others rows, so that an input
+//    whose batch dimensions have two strides is read in place. With channels_first, only the images may be samples.
 //
-// The batch dimensions in which a parameter has the input's size are samples, and so are the groups of num_groups; the
-// others are rows. If all rows share the parameters, samples and rows are outer and inner batch dimensions, divided so
-// that the input need not be copied. With channels_first, only the first dimension, the images, may be a sample.
-//
-// The constructor allocates nothing. Results, and copies of other tensors, have the layout of the output: contiguous
-// or, for images, the strides of at::empty_like().
+// The constructor allocates nothing. Results, and copies of tensors, have the layout of the output: contiguous or, for
+// images, the strides of at::empty_like().
 class Call {
  public:
-  // `x` is the input or, with a residual, the sum or a tensor of its dtype. With needs_alignment, rows and parameters
-  // that do not start at multiples of 16 bytes, see is_aligned(), are copied.
+  // `x` has the dtype of the tensor that is normalized: the input, or the residual if there is one. With
+  // needs_alignment, tensors whose rows are not aligned, see is_aligned(), are copied.
   template <class Args>
   Call(const Tensor& x, const Args& args, bool needs_alignment)
       : types(x, args),
@@ -62,7 +64,7 @@ class Call {
 
   bool is_empty() const { return input_.numel() == 0; }
 
-  // Whether the kernels can take the call, at most with copies that read() makes.
+  // Whether the kernels can take the call. Then no tensor needs another copy than those of the read functions.
   bool has_kernel() const { return is_plain_ || has_kernel_ || is_empty(); }
 
   // A new tensor with the layout of the output.
@@ -79,13 +81,14 @@ class Call {
                     options.memory_format(at::MemoryFormat::Contiguous));
   }
 
-  // Whether the kernels can write a tensor in place of a new one.
+  // Whether the kernels can write to a tensor of the caller as to one of allocate_like_input().
   bool has_layout_of_output(const Tensor& t) const {
     const bool same = options_.images ? t.strides() == at::IntArrayRef(strides_like(input_)) : t.is_contiguous();
     return same && is_aligned(view(t), t.element_size());
   }
 
-  // The views of a tensor that the kernels read: of the tensor itself or of a copy, which this object owns.
+  // Each read function returns the view of a tensor that the kernels read: of the tensor itself or, if they cannot use
+  // its strides or address, of a copy that this object owns.
   View read(const Tensor& t) {
     const View own = view(t);
     if (fits(own) && is_aligned(own, t.element_size())) return own;
@@ -96,22 +99,22 @@ class Call {
     const View own = statistic_view(t);
     return fits(own) ? own : statistic_view(keep(t.contiguous()));
   }
-  // A parameter is converted to the dtype of the kernel, too.
+  // A parameter is also converted to the dtype of the kernel.
   View read_parameter(const OptionalTensorRef& t) {
     if (!t) return {nullptr, 0, 0, 1};
-    if (t->scalar_type() == types.kernel && fits_parameter(*t)) return parameter_view(*t);
-    const Tensor converted = t->to(types.kernel).contiguous();
-    return parameter_view(keep(fits_parameter(converted) ? converted : converted.clone()));  // a new tensor is aligned
+    if (t->scalar_type() == types.kernel_dtype && fits_parameter(*t)) return parameter_view(*t);
+    const Tensor converted = t->to(types.kernel_dtype).contiguous();
+    return parameter_view(keep(fits_parameter(converted) ? converted : converted.clone()));  // clone() aligns it
   }
 
-  // The views of a tensor that the kernels write; an undefined tensor has no data.
+  // Each write function returns the view of a tensor that the kernels write; an undefined tensor has no data.
   View write(const Tensor& t) const { return t.defined() ? writable(view(t), t) : View(); }
   View write_statistic(const Tensor& t) const { return t.defined() ? writable(statistic_view(t), t) : View(); }
-  // The sample stride of a gradient that is not computed also says whether each sample has a gradient of its own: the
-  // order in which kernels sum other gradients depends on it.
+  // The sample stride of a parameter's gradient is not 0 if each sample has its own values of the parameter. It is set
+  // also if the gradient is not computed, because the order in which kernels sum the other gradients depends on it.
   View write_gradient(const GradientType& type, const Tensor& t) const {
-    const bool is_own = present(type.model) ? type.model->numel() > cols : num_groups_ > 1;
-    return {t.defined() ? t.mutable_data_ptr() : nullptr, is_own ? cols : 0, 0, 1};
+    const bool is_per_sample = present(type.like) ? type.like->numel() > cols : num_groups_ > 1;
+    return {t.defined() ? t.mutable_data_ptr() : nullptr, is_per_sample ? cols : 0, 0, 1};
   }
 
   const ParameterTypes types;
@@ -119,14 +122,14 @@ class Call {
   bool channels_first = false;
 
  private:
-  struct Layout {
+  struct Layout {  // of a tensor
     at::IntArrayRef sizes, strides;
   };
-  struct Extent {
+  struct Extent {  // of one dimension
     int64_t size, stride;
   };
 
-  // Divides the batch dimensions into samples and rows, and decides whether kernels can take the call.
+  // Assigns the batch dimensions to samples and rows, and decides whether kernels can take the call.
   template <class Args>
   void divide_rows(const Args& args) {
     for (int64_t d = batch_dims_; d < dims_; ++d) cols *= extent(layout(input_), d).size;
@@ -138,12 +141,14 @@ class Call {
     const auto& sizes = input_.sizes();
     const auto strides = options_.images ? strides_like(input_) : c10::contiguous_strides(sizes);
     const Layout output = {sizes, strides};
+    // The output's normalized dimensions have a joint stride of 1, unless they are the channels of images.
     channels_first = joint_stride(output, batch_dims_, dims_, 1, every_dim_) != 1;
     bool has_kernel = !channels_first || joint_stride(output, 1, batch_dims_, 0, every_dim_) == 1;
     for_each_parameter(args, [&](const char*, const auto& p) { has_kernel &= !p || has_all_samples_or_none(*p); });
-    const bool per_sample = std::find(is_sample_.begin(), is_sample_.end(), true) != is_sample_.end();
-    if (!per_sample && has_kernel) {
-      // The kernels should read the input and the gate in place, or else the input, or else write the output.
+    const bool rows_share_parameters = std::find(is_sample_.begin(), is_sample_.end(), true) == is_sample_.end();
+    if (rows_share_parameters && has_kernel) {
+      // Prefers samples with which the input and the gate are read in place, then with which the input is. The output
+      // must be written in place.
       const auto input_fits = [&] { return fits(output) && fits(layout(input_)); };
       const auto all_fit = [&] { return input_fits() && (!args.gate || fits(layout(*args.gate))); };
       if (!make_samples_until(all_fit) && !make_samples_until(input_fits)) {
@@ -155,11 +160,12 @@ class Call {
     has_kernel_ = has_kernel && fits(output) && fits({statistics, c10::contiguous_strides(statistics)});
   }
 
-  // Makes the first batch dimensions samples, one after the other until done() holds; returns whether it does.
+  // Assigns the first batch dimensions to the samples, one after the other until done() holds; returns whether it does.
   template <class F>
   bool make_samples_until(const F& done) {
     std::fill(is_sample_.begin(), is_sample_.end(), false);
-    // With the pixels of a single image as samples, its bits would differ from those of the same image among others.
+    // The dimensions of pixels stay rows. If a dimension of a single image became samples, the image would be summed in
+    // another order than in a larger batch.
     const int64_t end = channels_first ? std::min<int64_t>(batch_dims_, 1) : batch_dims_;
     for (int64_t d = 0; d < end && !done(); ++d) is_sample_[d] = true;
     return done();
@@ -167,8 +173,8 @@ class Call {
 
   static Layout layout(const Tensor& t) { return {t.sizes(), t.strides()}; }
 
-  // The dimensions of a call are [*batch, num_groups, *normalized]; num_groups only with num_groups. Returns the size
-  // and the stride of dimension d of a tensor with the shape of the input, a statistic or a parameter.
+  // The size and the stride of a tensor in dimension d of the call. The dimensions of a call are [*batch, *normalized]
+  // or, with num_groups, [*batch, num_groups, elements of a group], where a tensor has the last two as one.
   Extent extent(const Layout& t, int64_t d) const {
     const bool is_group = num_groups_ > 1 && d == batch_dims_ - 1, is_in_group = num_groups_ > 1 && d == batch_dims_;
     const int64_t source = source_of(t, d - is_in_group);
@@ -178,8 +184,8 @@ class Call {
     return {is_in_group ? size / num_groups_ : size, stride};
   }
 
-  // The dimension of a tensor that is dimension d of [*batch, *normalized], or -1 if the tensor lacks it. In images,
-  // the normalized dimension is the second one; a parameter may lack batch dimensions.
+  // The dimension of the input, a statistic or a parameter that is dimension d of [*batch, *normalized], or -1 if the
+  // tensor lacks it: a parameter may lack batch dimensions. In images, the normalized dimension is the second one.
   int64_t source_of(const Layout& t, int64_t d) const {
     const auto own_dims = static_cast<int64_t>(t.sizes.size());
     const int64_t missing_dims = input_.dim() - own_dims;
@@ -193,11 +199,12 @@ class Call {
   }
 
   // The stride of the dimension into which the selected dimensions of [begin, end) can be merged without a copy, or
-  // nullopt if they cannot. Dimensions of size 1 do not matter; if there is no other, returns `otherwise`.
+  // nullopt if they cannot. Dimensions of size 1 do not matter; if all have size 1, returns stride_of_one.
   template <class F>
-  optional<int64_t> joint_stride(const Layout& t, int64_t begin, int64_t end, int64_t otherwise,
+  optional<int64_t> joint_stride(const Layout& t, int64_t begin, int64_t end, int64_t stride_of_one,
                                  const F& selected) const {
-    int64_t stride = otherwise, expected = -1;
+    int64_t stride = stride_of_one;
+    int64_t expected = -1;  // the stride that the next dimension must have; -1 before the first one
     for (int64_t d = end - 1; d >= begin; --d) {
       if (!selected(d)) continue;
       const Extent own = extent(t, d);
@@ -213,7 +220,7 @@ class Call {
   }
   static constexpr auto every_dim_ = [](int64_t) { return true; };
 
-  // The view of a layout, whose strides are -1 where dimensions cannot be merged.
+  // The view of a tensor of this layout. Its strides are -1 where dimensions cannot be merged.
   View view(const Layout& t, const void* data) const {
     const auto is_sample = [&](int64_t d) { return !is_sample_.empty() && is_sample_[d]; };
     const auto is_row = [&](int64_t d) { return !is_sample(d); };
@@ -233,26 +240,27 @@ class Call {
     if (is_shared(t)) return {const_cast<void*>(t.const_data_ptr()), 0, 0, 1};
     return view(t);
   }
-  // mutable_data_ptr() also gives a copy-on-write tensor memory of its own, unlike the functions above.
+  // mutable_data_ptr() gives a copy-on-write tensor its own memory, which const_data_ptr() above does not.
   static View writable(View view, const Tensor& t) {
     view.data = t.mutable_data_ptr();
     return view;
   }
 
-  // Whether the kernels can use the strides of a tensor.
+  // Whether the kernels can use the strides of the input or of a tensor of its shape.
   bool fits(const View& v) const {
     return v.sample_stride >= 0 && v.row_stride >= 0 &&
            (channels_first ? v.col_stride >= 0 && v.row_stride == 1 : v.col_stride == 1);
   }
   bool fits(const Layout& t) const { return fits(view(t, nullptr)); }
 
+  // Whether the kernels can use the strides and the address of a parameter.
   bool fits_parameter(const Tensor& t) const {
     const View own = parameter_view(t);
     if (!is_aligned(own, t.element_size())) return false;
     return is_shared(t) ? t.is_contiguous() : own.sample_stride >= 0 && own.col_stride == 1;
   }
 
-  // Whether every row starts at a multiple of the largest power of two, up to 16, that divides its bytes.
+  // Whether every row starts at a multiple of the largest power of two, up to 16, that divides the bytes of a row.
   bool is_aligned(const View& view, int64_t size) const {
     if (!needs_alignment_ || channels_first || cols == 0) return true;
     const int64_t row_bytes = cols * size, address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(view.data));
@@ -260,11 +268,11 @@ class Call {
     return starts % std::min<int64_t>(row_bytes & -row_bytes, 16) == 0;
   }
 
-  // Whether all samples share a parameter.
+  // Whether a parameter has no dimension of the samples.
   bool is_shared(const Tensor& parameter) const { return parameter.dim() == normalized_dims_ && num_groups_ == 1; }
 
-  // Whether a parameter has values for each sample, or one for all samples. The kernels cannot read parameters that are
-  // shared by some samples.
+  // Whether a parameter has values for each sample or the same ones for all. The kernels have one sample stride, so
+  // they cannot read a parameter that only some samples share.
   bool has_all_samples_or_none(const Tensor& parameter) const {
     bool all = true, none = true;
     for (int64_t d = 0; d < batch_dims_; ++d) {
@@ -278,11 +286,11 @@ class Call {
   const Tensor& input_;
   const Options& options_;
   const int64_t num_groups_, normalized_dims_;
-  const int64_t batch_dims_, dims_;  // including that of the groups
+  const int64_t batch_dims_, dims_;  // dims_ of a call, see extent(); the first batch_dims_ are samples or rows
   const bool needs_alignment_;
-  bool is_plain_;           // one sample of contiguous rows, as in nearly every call
-  bool has_kernel_ = true;  // for other calls
-  c10::SmallVector<bool, 5> is_sample_;
+  bool is_plain_;                        // one sample of contiguous rows, as in nearly every call
+  bool has_kernel_ = true;               // used if not is_plain_
+  c10::SmallVector<bool, 5> is_sample_;  // for each batch dimension; empty if is_plain_
   c10::SmallVector<Tensor, 2> copies_;
 };
 

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "geometry.h"
+#include "shapes.h"
 
 namespace layernorm {
 
@@ -25,18 +25,18 @@ bool broadcasts_to(const c10::SymInt& size, const c10::SymInt& input_size) {
   return size.sym_eq(1).sym_or(size.sym_eq(input_size)).expect_true(__FILE__, __LINE__);
 }
 
-// The parameters of a call that are present, with their names in error messages.
+// A parameter (weight, bias or input_scale) that is present.
 struct NamedParameter {
-  std::string_view name;
+  std::string_view name;  // in error messages, see public_name()
   const Tensor& tensor;
 };
 using NamedParameters = c10::SmallVector<NamedParameter, 3>;
 
-// Whether a parameter gets torch's error, because torch has one of this name. The name of a zero-centered weight
-// differs (public_name).
+// Whether torch's functions have a parameter of this name. Messages about it begin as torch's do. A zero-centered
+// weight has another name, see public_name().
 bool is_torch_name(std::string_view name) { return name == "weight" || name == "bias"; }
 
-// Requires the shape that geometry.h describes.
+// Requires the shape of a parameter that shapes.h describes.
 void check_parameter_shape(const NamedParameter& parameter, const Tensor& input, SymIntArrayRef normalized_shape,
                            const Options& options) {
   const auto& [name, tensor] = parameter;
@@ -66,11 +66,11 @@ void check_parameter_shape(const NamedParameter& parameter, const Tensor& input,
               " and input of shape ", sizes);
 }
 
-// Parameters must have the same batch sizes, or be shared by all rows.
+// Requires any two parameters to have the same batch sizes, unless one of them is shared by all rows.
 void check_batch_sizes(const Tensor& input, const NamedParameters& parameters, int64_t normalized_dims,
                        const Options& options) {
   const auto has_batch_dims = [&](const Tensor& t) { return t.dim() > normalized_dims; };
-  // The size of dimension d of the input; the parameter may lack it.
+  // The size of a parameter in dimension d of the input, or 1 if the parameter lacks it.
   const auto size = [&](const Tensor& t, int64_t d) {
     return options.images || d < t.dim() - normalized_dims ? t.sym_size(d) : c10::SymInt(1);
   };
@@ -120,13 +120,12 @@ void check_parameter_type(std::string_view name, const Tensor& input, const Tens
 
 bool is_16_bit(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
 
-// Requires the shape, dtype and device of another argument, which is the input or has its shape and device.
-// `other_type` is allowed as well.
-void check_like(const char* name, const Tensor& tensor, const Tensor& like, bool other_type = false,
+// Requires the shape and device of another argument, `like`, and also its dtype unless any_dtype.
+void check_like(const char* name, const Tensor& tensor, const Tensor& like, bool any_dtype = false,
                 const char* like_name = "input") {
   TORCH_CHECK(are_equal(tensor.sym_sizes(), like.sym_sizes()), "Expected ", name, " to be of the shape of ", like_name,
               ", but got ", name, " of shape ", tensor.sym_sizes(), " and ", like_name, " of shape ", like.sym_sizes());
-  TORCH_CHECK(tensor.scalar_type() == like.scalar_type() || other_type, "Expected ", name, " to be of the dtype of ",
+  TORCH_CHECK(tensor.scalar_type() == like.scalar_type() || any_dtype, "Expected ", name, " to be of the dtype of ",
               like_name, ", but got ", name, " of dtype ", tensor.scalar_type(), " and ", like_name, " of dtype ",
               like.scalar_type());
   check_device(name, tensor, like);
@@ -137,23 +136,24 @@ void check_residual(const OptionalTensorRef& residual, const Tensor& input) {
   check_like("residual", *residual, input, is_16_bit(input.scalar_type()) && residual->scalar_type() == at::kFloat);
 }
 
-// Refuses combinations that no kernel has. `residual` is forward's residual or backward's grad_sum, called `name`.
+// Refuses combinations of tensors and options that no kernel has. `residual`, called residual_name, is the residual of
+// forward or the grad_sum of backward.
 template <class Args>
-void check_combination(const Args& args, const char* name, const OptionalTensorRef& residual) {
+void check_combination(const Args& args, const char* residual_name, const OptionalTensorRef& residual) {
   const Options& options = args.options;
   const auto refuse = [&](const char* tensor, const OptionalTensorRef& t, const char* option) {
     TORCH_CHECK(!t, "Expected ", tensor, " to be None with ", option, ", but got ", tensor, " of shape ",
                 t->sym_sizes(), " and input of shape ", args.input->sym_sizes());
   };
   const auto refuse_residual = [&](const char* option) {
-    refuse(name, residual, option);
+    refuse(residual_name, residual, option);
     refuse("input_scale (gate)", args.input_scale, option);
   };
   if (args.gate) refuse_residual("a gate");
   if (options.has_groups()) refuse_residual("num_groups other than 1");
-  for (const auto& [given, option] :
+  for (const auto& [is_set, option] :
        {std::pair(options.images, "images=True"), std::pair(options.memory_efficient, "memory_efficient=True")}) {
-    if (!given) continue;
+    if (!is_set) continue;
     refuse_residual(option);
     refuse("gate", args.gate, option);
   }
@@ -181,7 +181,7 @@ std::string_view public_name(std::string_view name, const Options& options) {
 }
 
 void check_layout(std::string_view name, const Tensor& tensor) {
-  const bool nested = tensor.is_nested(), quantized = tensor.is_quantized();  // and of layout Strided or Jagged
+  const bool nested = tensor.is_nested(), quantized = tensor.is_quantized();  // their layout may be Strided
   if (!nested && !quantized && tensor.layout() == at::kStrided) return;
   TORCH_CHECK_NOT_IMPLEMENTED(false, "Expected ", name, " to be a strided tensor, but got ",
                               nested      ? "a nested tensor"
@@ -220,7 +220,7 @@ void check_norm(const Args& args) {
   for_each_parameter(args, [&](const char* name, const OptionalTensorRef& parameter) {
     if (parameter) parameters.push_back({public_name(name, options), *parameter});
   });
-  // torch checks a weight and a bias without batch dimensions before the input.
+  // torch's functions check a weight and a bias before the input. Those without batch dimensions get the same errors.
   const auto precedes_input = [&](const NamedParameter& parameter) {
     return !options.images && is_torch_name(parameter.name) && parameter.tensor.dim() <= static_cast<int64_t>(count);
   };
@@ -246,7 +246,7 @@ void check_norm(const Args& args) {
   for (const auto& [name, tensor] : parameters) check_parameter_type(name, input, tensor);
   if (args.gate) {
     check_parameter_type("gate", input, *args.gate);
-    check_like("gate", *args.gate, input, /*other_type=*/true);
+    check_like("gate", *args.gate, input, /*any_dtype=*/true);
   }
   const c10::SymInt groups = options.groups();
   TORCH_CHECK(groups >= 1 && (groups == 1 || (count == 1 && are_equal(normalized_shape[0] % groups, 0))),
@@ -272,7 +272,7 @@ void check_forward(const ForwardArgs& args) {
 void check_backward(const BackwardArgs& args) {
   const Tensor& input = args.input;
   check_norm(args);
-  // With a float32 residual, the input is the sum, and grad_output may have 16 bits.
+  // If forward added a float32 residual, the input is the sum, and grad_output may have 16 bits.
   const bool may_have_residual = !args.gate && !args.options.images && !args.options.memory_efficient;
   check_like("grad_output", args.grad_output, input,
              may_have_residual && input.scalar_type() == at::kFloat && is_16_bit(args.grad_output->scalar_type()));
@@ -286,7 +286,7 @@ void check_backward(const BackwardArgs& args) {
               "Expected scaled_input to be a tensor where the gradient of input_scale is wanted, but got None with "
               "input_scale of shape ",
               args.input_scale->sym_sizes(), " and input of shape ", input.sym_sizes());
-  if (scaled_input) check_like("scaled_input", *scaled_input, args.grad_output, /*other_type=*/false, "grad_output");
+  if (scaled_input) check_like("scaled_input", *scaled_input, args.grad_output, /*any_dtype=*/false, "grad_output");
   const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
   const auto shape = statistics_shape<c10::SymDimVector>(input.sym_sizes(), normalized_dims, args.options);
   TORCH_CHECK(args.mean || !needs_mean(args.options),
@@ -298,7 +298,7 @@ void check_backward(const BackwardArgs& args) {
 
 namespace {
 
-// Whether a tensor has memory that its sizes and strides describe, which symbolic sizes do not.
+// Whether the sizes and strides of a tensor are integers that describe its memory, so that overlaps can be computed.
 bool has_memory(const Tensor& t) {
   return t.has_storage() && !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
          !t.key_set().has_any(
@@ -315,7 +315,7 @@ void check_allocated(const Tensor& tensor, std::string_view name) {
   }
   if (!has_memory(tensor) || tensor.is_meta() || keys.has(DispatchKey::Python) ||
       keys.has(DispatchKey::Functionalize) || keys.has(DispatchKey::ZeroTensor)) {
-    return;  // it has no data
+    return;  // such tensors need no memory
   }
   TORCH_CHECK(tensor.unsafeGetTensorImpl()->storage_initialized(),
               "The tensor has a non-zero number of elements, but its data is not allocated yet: ", name, " of shape ",
@@ -324,8 +324,8 @@ void check_allocated(const Tensor& tensor, std::string_view name) {
 
 namespace {
 
-// Whether check_allocated() must look at a tensor closely: a fast test that ordinary tensors pass.
-bool lacks_data(const Tensor& t) { return !t.has_storage() || !t.unsafeGetTensorImpl()->storage_initialized(); }
+// Whether check_allocated() must look at a tensor closely. This fast test is false for ordinary tensors.
+bool may_lack_data(const Tensor& t) { return !t.has_storage() || !t.unsafeGetTensorImpl()->storage_initialized(); }
 
 }  // namespace
 
@@ -343,15 +343,15 @@ void check_inplace(const ForwardArgs& args) {
 
 void check_allocated(const ForwardArgs& args) {
   for_each_tensor(args, [&](const char* name, const Tensor& t) {
-    if (lacks_data(t)) check_allocated(t, public_name(name, args.options));
+    if (may_lack_data(t)) check_allocated(t, public_name(name, args.options));
   });
 }
 
 void check_allocated(const BackwardArgs& args) {
-  // A bias whose values are not needed gives its gradient a shape and a dtype, and may have been freed.
+  // A bias of which only the shape and dtype are needed may have been freed.
   const Tensor* const unread = args.bias && !needs_bias(args) ? &*args.bias : nullptr;
   for_each_tensor(args, [&](const char* name, const Tensor& t) {
-    if (&t != unread && lacks_data(t)) check_allocated(t, public_name(name, args.options));
+    if (&t != unread && may_lack_data(t)) check_allocated(t, public_name(name, args.options));
   });
 }
 

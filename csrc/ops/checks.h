@@ -7,16 +7,15 @@
 
 namespace layernorm {
 
-// The name of an argument in error messages: the operator's and, if it differs, that of the adaptive functions, which
-// call a zero-centered weight and its bias scale and shift. The operator does not know its caller, so layer_norm with a
-// zero-centered weight also says "weight (scale)".
+// The name of an argument in error messages. Functions have other names for some arguments of the operator, which does
+// not know its caller, so that the messages have both: the adaptive functions call a zero-centered weight and its bias
+// scale and shift, and functions that add a residual call the input_scale gate.
 std::string_view public_name(std::string_view name, const Options& options);
-// Throw an error that names a tensor that is sparse, nested, quantized or in MKL-DNN's layout. The kernels do not get
-// such tensors.
+// Throw an error that names the argument if a tensor is sparse, nested, quantized or in MKL-DNN's layout.
 void check_layout(std::string_view name, const Tensor& tensor);
 void check_layouts(const ForwardArgs& args);
 void check_layouts(const BackwardArgs& args);
-// Throw an error that names the argument and both values if the kernels cannot use these arguments.
+// Throw an error that names the argument and both values if shapes, dtypes, devices or options do not fit together.
 void check_forward(const ForwardArgs& args);
 void check_backward(const BackwardArgs& args);
 // Throws torch's errors if the residual cannot be overwritten.
@@ -26,8 +25,8 @@ void check_inplace(const ForwardArgs& args);
 void check_allocated(const ForwardArgs& args);
 void check_allocated(const BackwardArgs& args);
 void check_allocated(const Tensor& tensor, std::string_view name);
-// The same by an operator, because only the dispatcher removes the wrappers of torch.func and vmap. Without it, aten
-// would end the process where parameters that FSDP has freed are transformed.
+// Calls the operator check_allocated, through which the dispatcher removes the wrappers that torch.func and vmap put
+// around a tensor. Without this check, aten's operations on a freed tensor in a wrapper would end the process.
 void call_check_allocated(const Tensor& tensor, std::string_view name);
 
 }  // namespace layernorm

@@ -1,4 +1,5 @@
-// Forward and backward as compositions of aten operations, with the precision of the kernels.
+// Forward and backward as compositions of aten operations, with the precision of the kernels. Variable names are those
+// of kernel_params.h: xhat, rstd, and g = dy * weight.
 #include "composite.h"
 
 #include <ATen/ExpandUtils.h>
@@ -22,7 +23,7 @@
 #include <numeric>
 
 #include "checks.h"
-#include "geometry.h"
+#include "shapes.h"
 
 namespace layernorm {
 namespace {
@@ -33,23 +34,25 @@ at::DimVector last_dims(int64_t count) {
   return dims;
 }
 
-// The mean over the last `count` dimensions.
-Tensor mean_of(const Tensor& t, int64_t count) { return t.mean(last_dims(count), /*keepdim=*/true); }
+// The mean over the last `dims` dimensions.
+Tensor mean_of(const Tensor& t, int64_t dims) { return t.mean(last_dims(dims), /*keepdim=*/true); }
 
-// The differences x - mean, or x for RMSNorm, times the row_scale, which is a power of two and a constant for
-// autograd. As in the kernels, the mean is corrected for its rounding, and a constant row has differences of zero.
+// The differences x - mean, or x for RMSNorm, multiplied by a row_scale that keeps their squares from overflow and
+// underflow. It is a power of two, and a constant for autograd. As in the kernels, the mean is corrected for its
+// rounding, and a constant row has differences of zero.
 struct Differences {
-  // The row_scale is the product of two powers of two. The second one is chosen from magnitude(first_factor, largest),
-  // the order of magnitude of the standard deviation times first_factor, where `largest` is the largest absolute
-  // difference times first_factor.
+  // The row_scale is the product of two powers of two, first_factor and second_factor. The first one makes differences
+  // finite. The second one brings estimate_std(first_factor, largest) to the order of 1: it returns the order of
+  // magnitude of first_factor * (standard deviation), and `largest` is the largest absolute value of
+  // first_factor * (x - mean) in the row.
   template <class F>
-  Differences(const Tensor& x, int64_t count, const Options& options, const F& magnitude) {
-    // The products of up to three numbers between 2^-step and 2^step are far from overflow.
+  Differences(const Tensor& x, int64_t normalized_dims, const Options& options, const F& estimate_std) {
+    // The factors are powers of 2^step. Products of three numbers between 2^-step and 2^step are far from overflow.
     const double step = x.scalar_type() == at::kDouble ? 320 : 40;
-    const auto dims = last_dims(count);
+    const auto dims = last_dims(normalized_dims);
     const Tensor constant = x.detach();
     const bool empty = TORCH_GUARD_OR_FALSE(x.sym_numel().sym_eq(0));  // amin() refuses empty rows
-    const Tensor low = empty ? mean_of(constant, count) : constant.amin(dims, /*keepdim=*/true);
+    const Tensor low = empty ? mean_of(constant, normalized_dims) : constant.amin(dims, /*keepdim=*/true);
     const Tensor high = empty ? low : constant.amax(dims, /*keepdim=*/true);
     // Numbers whose sums or differences might overflow are multiplied by the first factor before the subtraction.
     const Tensor one = at::ones_like(low);
@@ -57,23 +60,23 @@ struct Differences {
     values = x * first_factor;
     Tensor center = at::zeros_like(low);
     if (!options.rms) {
-      const Tensor rounded = mean_of(constant * first_factor, count);
+      const Tensor rounded = mean_of(constant * first_factor, normalized_dims);
       center = at::minimum(at::maximum(rounded, low * first_factor), high * first_factor);  // exact for a constant row
       values = values - center;
-      const Tensor correction = mean_of(values, count);
+      const Tensor correction = mean_of(values, normalized_dims);
       values = values - correction;
       mean = (center + correction.detach()) / first_factor;
     }
-    // Squares that might overflow or underflow are avoided by a second factor. Its product with the first one is
-    // finite.
+    // The exponent is clamped so that the product of both factors is finite.
     const Tensor largest = at::maximum(high * first_factor - center, center - low * first_factor);
-    const Tensor exponent = at::clamp(at::round(at::log2(magnitude(first_factor, largest)) / step), -3, 2);
+    const Tensor exponent = at::clamp(at::round(at::log2(estimate_std(first_factor, largest)) / step), -3, 2);
     const Tensor second_factor = at::exp2(exponent * -step);
     values = values * second_factor;
     row_scale = first_factor * second_factor;
   }
 
-  Tensor values, row_scale;
+  Tensor values;  // the differences
+  Tensor row_scale;
   Tensor mean;  // undefined for RMSNorm
 };
 
@@ -83,14 +86,14 @@ Tensor multiplier(const Tensor& weight, at::ScalarType acc, const Options& optio
   return options.zero_centered_weight ? w + 1 : w;
 }
 
-// The activation of a gate and its derivative.
+// The activation f(gate), and its derivative f'(gate).
 Tensor activate(const Tensor& gate, const Options& options) {
   const Tensor s = at::sigmoid(gate);
   return options.sigmoid ? s : gate * s;
 }
-Tensor derivative(const Tensor& gate, const Options& options) {
-  const Tensor s = at::sigmoid(gate), rest = at::sigmoid(-gate);  // 1 - s without cancellation
-  return options.sigmoid ? s * rest : s * (gate * rest + 1);
+Tensor derivative_of_activation(const Tensor& gate, const Options& options) {
+  const Tensor s = at::sigmoid(gate), one_minus_s = at::sigmoid(-gate);  // without cancellation
+  return options.sigmoid ? s * one_minus_s : s * (gate * one_minus_s + 1);
 }
 
 // The dimensions of a tensor by descending strides.
@@ -103,11 +106,11 @@ at::DimVector memory_order(const Tensor& t) {
   return order;
 }
 
-// A contiguous copy of a tensor, or the tensor. Its gradient is contiguous as well, because it is reshaped to one
-// dimension.
+// A contiguous view or copy of a tensor. The gradient of the tensor is contiguous, too, because autograd reshapes it
+// from the gradient of reshape(-1), which has one dimension.
 Tensor with_contiguous_gradient(const Tensor& t) { return t.reshape(-1).view_symint(t.sym_sizes()); }
 
-// Calls f(t) with the dimensions of t in another order.
+// Returns f(t), computed with the dimensions of t in another order.
 template <class F>
 Tensor in_order(const Tensor& t, at::IntArrayRef order, const F& f) {
   if (order.empty()) return f(t);
@@ -116,8 +119,9 @@ Tensor in_order(const Tensor& t, at::IntArrayRef order, const F& f) {
   return f(t.permute(order)).permute(inverse);
 }
 
-// A call's tensors as rows: the normalized dimensions are the last ones, as geometry.h describes. Tensors, results and
-// gradients are contiguous or, for images, laid out as at::empty_like(input).
+// Views the tensors of a call, whose shapes shapes.h describes, so that the normalized dimensions are the last ones and
+// parameters and statistics are broadcast to the input. Below, `rows(t)` is this view, where `rows` is a Rows. Results
+// and gradients are contiguous or, for images, laid out as at::empty_like(input).
 struct Rows {
   template <class Args>
   explicit Rows(const Args& args)
@@ -127,7 +131,7 @@ struct Rows {
     if (options.images) order = memory_order(at::empty_like(*args.input));
   }
 
-  // The input, another tensor of its shape, a statistic or a parameter, as rows.
+  // Views the input, another tensor of its shape, a statistic or a parameter.
   Tensor operator()(const Tensor& t) const {
     Tensor rows = t.dim() == dims ? in_order(t, order, with_contiguous_gradient) : t;
     if (t.dim() == normalized_dims && !options.has_groups()) return rows;
@@ -142,9 +146,9 @@ struct Rows {
   optional<Tensor> operator()(const OptionalTensorRef& t) const {
     return t ? optional<Tensor>((*this)(*t)) : std::nullopt;
   }
-  // The inverse for tensors with the dimensions of the input.
+  // Returns a tensor of the input's shape, of which `rows` is the view.
   Tensor undo(const Tensor& rows) const { return undo(rows, order); }
-  // The inverse for these tensors and for statistics, whose dimensions get this order in memory.
+  // Returns such a tensor or a statistic. Its dimensions have the given order in memory.
   Tensor undo(Tensor rows, at::IntArrayRef order) const {
     if (!rows.defined()) return rows;
     if (options.has_groups()) {
@@ -154,11 +158,11 @@ struct Rows {
     }
     return in_order(options.images ? rows.movedim(-1, 1) : rows, order, [](const Tensor& t) { return t.contiguous(); });
   }
-  // The gradient of a parameter from the gradients of its values in each row.
+  // Sums gradients for each row to the gradient of a parameter.
   Tensor parameter_gradient(const Tensor& gradient, const GradientType& type, SymIntArrayRef normalized_shape) const {
     c10::SymDimVector sizes(normalized_shape.begin(), normalized_shape.end());
-    if (present(type.model)) {
-      const Tensor rows = (*this)(*type.model);
+    if (present(type.like)) {
+      const Tensor rows = (*this)(*type.like);
       sizes.assign(rows.sym_sizes().begin(), rows.sym_sizes().end());
     } else if (options.has_groups()) {
       sizes = {options.groups(), sizes[0] / options.groups()};
@@ -172,19 +176,19 @@ struct Rows {
 
   int64_t dims, normalized_dims;
   const Options& options;
-  at::DimVector order;  // of the dimensions of the input and its like in memory, see in_order()
+  at::DimVector order;  // of the dimensions of images in memory, by descending strides; empty for other tensors
 };
 
 // The terms of the derivatives of one call, in the accumulation type.
 struct Terms {
-  // `saved_rstd` is a constant for autograd. To differentiate rstd, it is multiplied by a factor of value one that has
-  // the derivatives of rstd but needs no eps:
+  // `saved_rstd` is a constant for autograd. It is multiplied by a factor whose value is 1, so that the product has the
+  // derivatives of rstd although eps is not known here:
   //   rstd = 1 / sqrt(var + eps) = saved / sqrt(1 + saved^2 * (var - detach(var)))
   Terms(const Tensor& grad_output, const Tensor& input, const Tensor& saved_rstd, const optional<Tensor>& weight_,
-        int64_t count, const Options& options)
-      : options(options), count(count), dy(grad_output.to(saved_rstd.scalar_type())) {
+        int64_t normalized_dims, const Options& options)
+      : options(options), normalized_dims(normalized_dims), dy(grad_output.to(saved_rstd.scalar_type())) {
     const auto acc = saved_rstd.scalar_type();
-    const Differences d(input.to(acc), count, options,
+    const Differences d(input.to(acc), normalized_dims, options,
                         [&](const Tensor& first_factor, const Tensor&) { return first_factor / saved_rstd.detach(); });
     const Tensor saved = saved_rstd / d.row_scale, variance = mean(d.values * d.values);
     const Tensor rescaled_rstd = saved * at::rsqrt(saved * saved * (variance - variance.detach()) + 1);
@@ -194,12 +198,12 @@ struct Terms {
     g = times_weight(dy);
   }
 
-  Tensor mean(const Tensor& t) const { return mean_of(t, count); }  // over a row
+  Tensor mean(const Tensor& t) const { return mean_of(t, normalized_dims); }  // over a row
   Tensor times_weight(const Tensor& t) const { return weight.defined() ? t * weight : t; }
   Tensor project(const Tensor& z) const { return (options.rms ? z : z - mean(z)) - xhat * mean(z * xhat); }
 
   const Options& options;
-  int64_t count;
+  int64_t normalized_dims;
   Tensor dy, rstd, weight, xhat, g;
 };
 
@@ -212,7 +216,7 @@ ForwardOutputs forward_composite(const ForwardArgs& args) {
   const Rows rows(args);
   const Tensor input = rows(*args.input);
   const auto weight = rows(args.weight), bias = rows(args.bias), residual = rows(args.residual);
-  const auto count = rows.normalized_dims;
+  const auto normalized_dims = rows.normalized_dims;
   const auto acc = accumulate_type(input);
   Tensor sum, activated;
   if (args.gate) activated = activate(rows(*args.gate).to(acc), options);
@@ -223,14 +227,15 @@ ForwardOutputs forward_composite(const ForwardArgs& args) {
   }
   Tensor x = (sum.defined() ? sum : input).to(acc);
   if (activated.defined() && options.gate_first) x = x * activated;
-  // A root that acc rounds to zero would make constant rows NaN.
+  // The square root of eps. If it were rounded to zero in acc, constant rows would become NaN.
   const double eps = args.eps, least = eps == 0 || acc == at::kDouble ? 0 : std::numeric_limits<float>::denorm_min();
   const double root = std::max(std::sqrt(std::fabs(eps)), least);
-  const Differences d(x, count, options, [&](const Tensor& first_factor, const Tensor& largest) {
+  const Differences d(x, normalized_dims, options, [&](const Tensor& first_factor, const Tensor& largest) {
     return at::maximum(largest, first_factor * root);
   });
+  // d.values are multiplied by d.row_scale, so the square root of eps must be, too, and rstd is divided by it.
   const Tensor rescaled_root = d.row_scale * root, rescaled_eps = rescaled_root * rescaled_root;
-  const Tensor variance = mean_of(d.values * d.values, count);
+  const Tensor variance = mean_of(d.values * d.values, normalized_dims);
   const Tensor rstd = at::rsqrt(eps < 0 ? variance - rescaled_eps : variance + rescaled_eps);
   Tensor y = d.values * rstd;
   if (weight) y = y * multiplier(*weight, acc, options);
@@ -277,21 +282,22 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
   if (args.grad_sum) dx = dx + rows(*args.grad_sum).to(acc);
   if (args.gate) {
     if (mask.gate) {
-      Tensor upstream = input.to(acc) * dx;  // of the activation
+      Tensor upstream = input.to(acc) * dx;  // the upstream gradient of f(gate)
       if (!options.gate_first) {
         upstream = t.times_weight(t.xhat);
         if (args.bias) upstream = upstream + rows(*args.bias).to(acc);
         upstream = upstream * grad_output.to(acc);
       }
-      grads.grad_gate = rows.undo((upstream * derivative(gate, options)).to(args.gate->scalar_type()));
+      grads.grad_gate = rows.undo((upstream * derivative_of_activation(gate, options)).to(args.gate->scalar_type()));
     }
     if (options.gate_first) dx = dx * activated;
   } else if (args.input_scale) {
     if (mask.scaled_input) {
       grads.grad_scaled_input = rows.undo((rows(*args.input_scale).to(acc) * dx).to(grad_output.scalar_type()));
     }
-    if (mask.input_scale)
+    if (mask.input_scale) {
       grads.grad_input_scale = parameter_gradient(dx * rows(*args.scaled_input).to(acc), types.input_scale);
+    }
   }
   if (mask.input) grads.grad_input = rows.undo(dx.to(input.scalar_type()));
   return grads;
@@ -311,13 +317,13 @@ BackwardOutputs backward_memory_efficient(const BackwardArgs& args) {
   xhat = rows.undo(xhat);
   const Tensor grad_output = args.grad_output->to(acc), ones = at::ones_like(args.rstd);
   const optional<Tensor> unused_mean = *args.rstd;  // backward_composite() checks that there is one
-  BackwardArgs plain = args;
-  plain.grad_output = grad_output;
-  plain.input = xhat;
-  plain.mean = unused_mean;
-  plain.rstd = ones;
-  plain.options.memory_efficient = false;
-  BackwardOutputs grads = backward_composite(plain);
+  BackwardArgs from_xhat = args;
+  from_xhat.grad_output = grad_output;
+  from_xhat.input = xhat;
+  from_xhat.mean = unused_mean;
+  from_xhat.rstd = ones;
+  from_xhat.options.memory_efficient = false;
+  BackwardOutputs grads = backward_composite(from_xhat);
   if (!args.output_mask.input) return grads;
   const Tensor dx = rows.undo(rows(grads.grad_input) * rows(*args.rstd));
   grads.grad_input = dx.to(args.input->scalar_type());

@@ -8,10 +8,10 @@ namespace layernorm {
 // For forward-mode AD and torch.func.
 ForwardOutputs forward_composite(const ForwardArgs& args);
 BackwardOutputs backward_composite(const BackwardArgs& args);
-// For memory_efficient, which cannot be differentiated again.
+// For memory_efficient. Autograd must not record it: the derivatives would be wrong, because they lack that of rstd.
 BackwardOutputs backward_memory_efficient(const BackwardArgs& args);
 
-// rstd is not a function of the output, so it cannot be differentiated in a backward from the output.
+// With memory_efficient, backward gets the output and rstd, and the derivative of rstd by the output is unknown.
 constexpr const char* kNoDerivative =
     "The derivative of a backward pass needs the input, which memory_efficient=True does not keep; use "
     "memory_efficient=False";

@@ -7,11 +7,10 @@
 
 #include <algorithm>
 #include <deque>
-#include <initializer_list>
 #include <utility>
 
 #include "composite.h"
-#include "geometry.h"
+#include "shapes.h"
 
 namespace layernorm {
 
@@ -29,9 +28,10 @@ bool are_channels_first(const Tensor& input, const Options& options) {
   return options.images && !input.movedim(1, -1).is_contiguous();
 }
 
-// Replaces the parameters of a call by views that this object owns. The kernels take parameters that all have the same
-// samples, in adjacent dimensions: so all get the batch sizes in which any of them differs from 1 or, if all have these
-// already, those of the input. A parameter that all rows share stays as it is. With a dtype, converts them as well.
+// Replaces the parameters of a call by expanded views that this object owns, and converts them if a dtype is given. All
+// get the same batch sizes: in each dimension the largest of any parameter. This suffices if the kernels could not take
+// the call because the sizes differed. If all have these sizes already, the dimensions of the samples are not adjacent,
+// and the parameters get the batch sizes of the input. A parameter that all rows share stays as it is.
 class ExpandedParameters {
  public:
   template <class Args>
@@ -70,9 +70,8 @@ ForwardOutputs forward_by_copies(ForwardFunction forward, ForwardArgs args) {
   const Tensor& input = args.input;
   if (are_channels_first(input, args.options)) {
     const Tensor rows = channels_last(input);
-    ForwardArgs below = args;
-    below.input = rows;
-    ForwardOutputs outputs = forward(below);
+    args.input = rows;
+    ForwardOutputs outputs = forward(args);
     copy_to_layout(outputs.output, input);
     return outputs;
   }
@@ -84,24 +83,23 @@ BackwardOutputs backward_by_copies(BackwardFunction backward, BackwardArgs args)
   const Tensor& input = args.input;
   if (are_channels_first(input, args.options)) {
     const Tensor rows = channels_last(input);
-    BackwardArgs below = args;
-    below.input = rows;
-    BackwardOutputs grads = backward(below);
+    args.input = rows;
+    BackwardOutputs grads = backward(args);
     copy_to_layout(grads.grad_input, input);
     return grads;
   }
-  // The kernel then computes a gradient for each sample of the expanded parameters. They are not rounded before they
-  // are summed.
+  // The kernel computes a gradient for each sample of the expanded parameters. It computes them in the accumulation
+  // type, so that they are not rounded before they are summed.
   const auto acc = accumulate_type(input);
   const ParameterTypes types(input, args);
   const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
   const ExpandedParameters expanded(args, acc);
   BackwardOutputs grads = backward(args);
-  for_each_gradient(grads, types, [&](Tensor& gradient, const GradientType& type) {
+  for_each_parameter_gradient(grads, types, [&](Tensor& gradient, const GradientType& type) {
     if (!gradient.defined()) return;
-    if (present(type.model) && gradient.dim() != normalized_dims) {
-      gradient = at::sum_to(gradient, with_all_dims(*type.model, input.dim(), normalized_dims, args.options).sizes())
-                     .reshape(type.model->sizes());
+    if (present(type.like) && gradient.dim() != normalized_dims) {
+      gradient = at::sum_to(gradient, with_all_dims(*type.like, input.dim(), normalized_dims, args.options).sizes())
+                     .reshape(type.like->sizes());
     }
     gradient = gradient.to(type.dtype);
   });
@@ -112,10 +110,10 @@ ForwardOutputs forward_in_acc(ForwardFunction forward, const ForwardArgs& args) 
   const auto type = args.input->scalar_type(), acc = accumulate_type(args.input);
   const Tensor input = args.input->to(acc);
   const optional<Tensor> gate = args.gate->to(acc);
-  ForwardArgs below = args;
-  below.input = input;
-  below.gate = gate;
-  ForwardOutputs outputs = forward(below);
+  ForwardArgs in_acc = args;
+  in_acc.input = input;
+  in_acc.gate = gate;
+  ForwardOutputs outputs = forward(in_acc);
   outputs.output = outputs.output.to(type);
   return outputs;
 }
@@ -124,18 +122,17 @@ BackwardOutputs backward_in_acc(BackwardFunction backward, const BackwardArgs& a
   const auto type = args.input->scalar_type(), acc = accumulate_type(args.input);
   const Tensor input = args.input->to(acc), grad_output = args.grad_output->to(acc);
   const optional<Tensor> gate = args.gate->to(acc);
-  BackwardArgs below = args;
-  below.input = input;
-  below.grad_output = grad_output;
-  below.gate = gate;
-  // Without parameters, their gradients have the dtype of the input.
-  const ParameterTypes types(args.input, args);
-  BackwardOutputs grads = backward(below);
+  BackwardArgs in_acc = args;
+  in_acc.input = input;
+  in_acc.grad_output = grad_output;
+  in_acc.gate = gate;
+  const ParameterTypes types(args.input, args);  // of the original input, whose dtype the gradients may have
+  BackwardOutputs grads = backward(in_acc);
   const auto cast = [](Tensor& gradient, at::ScalarType to) {
     if (gradient.defined()) gradient = gradient.to(to);
   };
   cast(grads.grad_input, type);
-  for_each_gradient(grads, types, [&](Tensor& t, const GradientType& type) { cast(t, type.dtype); });
+  for_each_parameter_gradient(grads, types, [&](Tensor& t, const GradientType& type) { cast(t, type.dtype); });
   cast(grads.grad_gate, args.gate->scalar_type());
   return grads;
 }
@@ -150,14 +147,14 @@ auto call_with_contiguous_rows(const Function& function, const Args& args) {
   });
 }
 
-void make_contiguous(std::initializer_list<Tensor*> results) {
-  for (Tensor* const t : results) {
-    if (t->defined()) *t = t->contiguous();
-  }
-}
-void make_like_input(std::initializer_list<Tensor*> results, const Tensor& input, const Options& options) {
-  if (!options.images) return make_contiguous(results);
-  for (Tensor* const t : results) copy_to_layout(*t, input);
+// Gives the results of such a call the layout that the operators promise. The first one has the shape of the input.
+template <class... Tensors>
+void restore_layout(const Tensor& input, const Options& options, Tensor& first, Tensors&... others) {
+  const auto make_contiguous = [](Tensor& t) {
+    if (t.defined()) t = t.contiguous();
+  };
+  options.images ? copy_to_layout(first, input) : make_contiguous(first);
+  (make_contiguous(others), ...);  // also the other results of the input's shape, which images do not have
 }
 
 }  // namespace
@@ -165,8 +162,7 @@ void make_like_input(std::initializer_list<Tensor*> results, const Tensor& input
 ForwardOutputs forward_float64(ForwardArgs args) {
   const bool inplace = std::exchange(args.inplace, false);
   ForwardOutputs outputs = call_with_contiguous_rows(forward_composite, args);
-  make_like_input({&outputs.output, &outputs.sum}, args.input, args.options);
-  make_contiguous({&outputs.mean, &outputs.rstd});
+  restore_layout(args.input, args.options, outputs.output, outputs.sum, outputs.mean, outputs.rstd);
   if (inplace) outputs.sum = args.residual->copy_(outputs.sum);
   return outputs;
 }
@@ -174,8 +170,7 @@ ForwardOutputs forward_float64(ForwardArgs args) {
 BackwardOutputs backward_float64(const BackwardArgs& args) {
   const auto function = args.options.memory_efficient ? backward_memory_efficient : backward_composite;
   BackwardOutputs grads = call_with_contiguous_rows(function, args);
-  make_like_input({&grads.grad_input, &grads.grad_gate, &grads.grad_scaled_input}, args.input, args.options);
-  make_contiguous({&grads.grad_weight, &grads.grad_bias, &grads.grad_input_scale});
+  std::apply([&](auto&... all) { restore_layout(args.input, args.options, all...); }, grads.fields());
   return grads;
 }
 

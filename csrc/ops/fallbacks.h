@@ -1,5 +1,5 @@
-// The functions to which host.cpp passes calls that the kernels cannot take. Most of them change the call, and call
-// forward or backward of the backend again.
+// The functions to which host.cpp passes calls that the kernels cannot take. Most of them change the arguments, and
+// call `forward` or `backward`, which are those of the backend, again.
 #pragma once
 
 #include "norm.h"
@@ -9,7 +9,7 @@ namespace layernorm {
 // A copy of images whose channels are the last dimension in memory.
 Tensor channels_last(const Tensor& images);
 
-// For tensors that the kernels cannot use in place, see Call: copies images to channels_last, and expands parameters
+// For calls without a view as [samples, rows, cols], see Call: copies images to channels_last, and expands parameters
 // whose samples are not adjacent dimensions.
 ForwardOutputs forward_by_copies(ForwardFunction forward, ForwardArgs args);
 BackwardOutputs backward_by_copies(BackwardFunction backward, BackwardArgs args);
@@ -24,7 +24,7 @@ ForwardOutputs forward_float64(ForwardArgs args);
 BackwardOutputs backward_float64(const BackwardArgs& args);
 
 // For tensors that may share elements with a residual that is overwritten: copies them. check_inplace() has refused
-// those that do share some; for tensors whose strides leave gaps, it cannot tell.
+// tensors that surely share some. Where strides leave gaps, at::get_overlap_status() does not decide it.
 bool may_overlap(const ForwardArgs& args);
 ForwardOutputs forward_without_overlap(ForwardFunction forward, const ForwardArgs& args);
 

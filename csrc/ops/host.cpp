@@ -1,4 +1,4 @@
-// Forward and backward for any backend, and their shape functions.
+// Forward and backward as templates for any backend, and for the key Meta, which infers shapes.
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
@@ -12,8 +12,8 @@
 #include "call.h"
 #include "checks.h"
 #include "fallbacks.h"
-#include "geometry.h"
 #include "norm.h"
+#include "shapes.h"
 
 namespace layernorm {
 
@@ -61,8 +61,8 @@ void* current_stream([[maybe_unused]] const at::Device& device) {
   return nullptr;
 }
 
-// The workspace of a call, on the device of the input. The caching allocator of CUDA reuses its memory only for later
-// work on the same stream, so that it may be freed when the call returns.
+// The workspace of a call, on the device of the input. It is freed when the call returns, which is safe although CUDA
+// kernels may still run: the caching allocator reuses its memory only for later work on the same stream.
 class Workspace final : public Allocator {
  public:
   explicit Workspace(const Tensor& input) : input_(input) {}
@@ -77,12 +77,12 @@ class Workspace final : public Allocator {
   Tensor tensor_;
 };
 
-// Gives an output the memory format that forward returns, see keeps_channels_last().
+// Returns a contiguous output in the memory format that forward returns, see keeps_channels_last().
 Tensor to_result_format(Tensor output, const ForwardArgs& args) {
   return keeps_channels_last(args) ? output.clone(args.input->suggest_memory_format()) : output;
 }
 
-// Fills the parameters that forward and backward share.
+// Fills the fields of Params.
 template <class Args>
 void set_common(Params& params, Call& call, const Args& args, Allocator& allocator) {
   const Options& options = args.options;
@@ -97,7 +97,7 @@ void set_common(Params& params, Call& call, const Args& args, Allocator& allocat
   params.gate_first = args.gate && options.gate_first;
   params.rms = options.rms;
   params.zero_centered_weight = args.weight && options.zero_centered_weight;
-  params.param_dtype = dtype_of(call.types.kernel);
+  params.param_dtype = dtype_of(call.types.kernel_dtype);
   params.allocator = &allocator;
   params.stream = current_stream(args.input->device());
 }
@@ -127,8 +127,8 @@ ForwardOutputs forward(const ForwardArgs& args) {
   Tensor output = call.allocate_like_input(input.scalar_type()), sum, mean, rstd = call.allocate_statistic();
   if (!args.options.rms) mean = allocate(rstd.sizes(), rstd.options());
   if (residual) {
-    const bool overwrites = args.inplace && call.has_layout_of_output(*residual);
-    sum = overwrites ? *residual : call.allocate_like_input(residual->scalar_type());
+    const bool kernel_overwrites = args.inplace && call.has_layout_of_output(*residual);
+    sum = kernel_overwrites ? *residual : call.allocate_like_input(residual->scalar_type());
   }
   if (call.is_empty()) {
     if (mean.defined()) mean.zero_();
@@ -152,7 +152,7 @@ ForwardOutputs forward(const ForwardArgs& args) {
   return {to_result_format(std::move(output), args), std::move(sum), std::move(mean), std::move(rstd)};
 }
 
-// Calls the kernels, which compute the gradients that `grads` has allocated.
+// Calls the kernels, which write the tensors of `grads` that are defined.
 template <class Backend>
 void run_backward(Call& call, const BackwardArgs& args, const BackwardOutputs& grads) {
   const auto& types = call.types;
@@ -194,12 +194,13 @@ BackwardOutputs backward(const BackwardArgs& args) {
   const auto parameter_gradient = [&](const GradientType& type) {
     const auto sizes = C10_AS_INTARRAYREF_SLOW(type.sizes(args.normalized_shape));
     const auto options = input.options().memory_format(at::MemoryFormat::Contiguous);
-    return call.is_empty() ? at::zeros(sizes, options.dtype(type.dtype)) : allocate(sizes, options.dtype(types.kernel));
+    if (call.is_empty()) return at::zeros(sizes, options.dtype(type.dtype));
+    return allocate(sizes, options.dtype(types.kernel_dtype));
   };
   BackwardOutputs grads;
-  // grad_scaled_input and grad_input_scale are computed from grad_input.
-  const bool differentiates_product = args.input_scale && (mask.scaled_input || mask.input_scale);
-  if (mask.input || differentiates_product) grads.grad_input = call.allocate_like_input(input.scalar_type());
+  // The kernels compute grad_scaled_input and grad_input_scale from grad_input, which is dropped in the end.
+  const bool needs_grad_input = mask.input || (args.input_scale && (mask.scaled_input || mask.input_scale));
+  if (needs_grad_input) grads.grad_input = call.allocate_like_input(input.scalar_type());
   if (mask.weight) grads.grad_weight = parameter_gradient(types.weight);
   if (mask.bias) grads.grad_bias = parameter_gradient(types.bias);
   if (mask.gate && args.gate) grads.grad_gate = call.allocate_like_input(input.scalar_type());
@@ -210,8 +211,8 @@ BackwardOutputs backward(const BackwardArgs& args) {
   const bool computes_any = grads.grad_input.defined() || mask.weight || mask.bias || grads.grad_gate.defined();
   if (!call.is_empty() && computes_any) {
     run_backward<Backend>(call, args, grads);
-    for_each_gradient(grads, types, [](Tensor& gradient, const GradientType& type) {
-      // to() costs a small call 0.2 us
+    for_each_parameter_gradient(grads, types, [](Tensor& gradient, const GradientType& type) {
+      // Without this test of the dtype, to() would cost a small call 0.2 us.
       if (gradient.defined() && gradient.scalar_type() != type.dtype) gradient = gradient.to(type.dtype);
     });
   }
@@ -219,8 +220,10 @@ BackwardOutputs backward(const BackwardArgs& args) {
   return grads;
 }
 
-// ---- meta functions -------------------------------------------------------------------------------------------------
+// ---- shape functions, for the key Meta
+// -------------------------------------------------------------------------------
 
+// A meta tensor like one of Call::allocate_like_input().
 Tensor meta_like(const Tensor& input, at::ScalarType type, bool images) {
   const auto options = input.options().dtype(type);
   return images ? at::empty_like(input, options) : at::empty_symint(input.sym_sizes(), options);
@@ -236,7 +239,7 @@ ForwardOutputs forward_meta(const ForwardArgs& args) {
   const bool images = args.options.images;
   ForwardOutputs outputs;
   outputs.output = to_result_format(meta_like(input, input.scalar_type(), images), args);
-  if (args.residual) {  // none with images
+  if (args.residual) {  // images have none
     outputs.sum = args.inplace ? *args.residual : at::empty_symint(input.sym_sizes(), args.residual->options());
   }
   if (!args.options.rms) outputs.mean = at::empty_symint(shape, options);
@@ -263,27 +266,13 @@ BackwardOutputs backward_meta(const BackwardArgs& args) {
   return grads;
 }
 
-#if !defined(WITH_CUDA)
-// Throws an error that says why there are no CUDA kernels, instead of the dispatcher's list of backends.
-void refuse_cuda(const c10::OperatorHandle&, torch::jit::Stack*) {
-  TORCH_CHECK(false,
-              "layernorm_ext was built without CUDA kernels, for a reason that `python -m layernorm_ext` prints");
-}
-#endif
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(layernorm, CPU, m) { implement<forward<Cpu>, backward<Cpu>>(m); }
 
-TORCH_LIBRARY_IMPL(layernorm, CUDA, m) {
 #if defined(WITH_CUDA)
-  implement<forward<Cuda>, backward<Cuda>>(m);
-#else
-  for (const char* name : {"forward", "forward.fused", "forward_.fused", "backward"}) {
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_cuda>());
-  }
+TORCH_LIBRARY_IMPL(layernorm, CUDA, m) { implement<forward<Cuda>, backward<Cuda>>(m); }
 #endif
-}
 
 TORCH_LIBRARY_IMPL(layernorm, Meta, m) { implement<forward_meta, backward_meta>(m); }
 

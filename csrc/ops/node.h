@@ -1,4 +1,4 @@
-// Nodes of the autograd graph: all that depends on torch's internal interfaces for them.
+// The base class of the autograd nodes, with all that depends on torch's internal interfaces for nodes.
 //
 // torch::autograd::Function would need none of this, but with it, recording a call of 8 x 64 takes 3.1 us instead of
 // 2.4 us (torch 2.13 on an AMD EPYC Zen 5 at 54797d0, lower quartiles of 60 alternating samples).
@@ -30,7 +30,8 @@ auto make_node() {
   }
 }
 
-// A tensor that a node saves. An output of the node itself is saved without its node, which would be a reference cycle.
+// A tensor that a node saves. An output of the node itself is saved without its grad_fn, which is the node and would
+// make a reference cycle.
 struct SavedTensor {
   SavedTensor() = default;
   explicit SavedTensor(const Tensor& t, bool is_output = false) : variable(t, is_output), is_output(is_output) {}
@@ -49,9 +50,9 @@ void for_each(const Tuple& tuple, const F& f) {
   std::apply([&](auto&... elements) { (f(elements), ...); }, tuple);
 }
 
-// A node with six inputs. N::derivative(gradients, needs_input_grad) returns the gradients of the inputs from those of
-// the outputs. N::saved() and N::values() return references to the saved tensors and to the other values that it uses,
-// so that compiled autograd can record a call and replay it.
+// The base class of a node N for a function of six tensors, which compiled autograd can record. N defines
+//   derivative(gradients, needs_input_grad): the gradients of the six tensors from the gradients of the outputs;
+//   saved(), values(): tuples of references to all SavedTensors and to all other members that derivative() uses.
 template <class N>
 struct RecordableNode : torch::autograd::Node {
   variable_list apply(variable_list&& gradients) override {
@@ -65,12 +66,13 @@ struct RecordableNode : torch::autograd::Node {
   }
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    N& node = const_cast<N&>(static_cast<const N&>(*this));  // it is only read
+    N& node = const_cast<N&>(static_cast<const N&>(*this));  // saved() and values() change nothing
     for_each(node.saved(), [&](const SavedTensor& tensor) { args.collect(tensor.variable, tensor.is_output); });
     for_each(node.values(), [&](const auto& value) { args.collect(value); });
   }
 
-  // Records a call of derivative() in the graph of compiled autograd, which has replaced the saved tensors by its own.
+  // Records a call of derivative() in the graph of compiled autograd. Between before() and after(), the members have
+  // the placeholders of that graph as values.
   variable_list apply_with_saved(const variable_list& gradients,
                                  torch::dynamo::autograd::SwapSavedVariables& tracing) override {
     using namespace torch::dynamo::autograd;
@@ -90,8 +92,8 @@ struct RecordableNode : torch::autograd::Node {
       pack(value);
     });
     pack(needs_input_grad());
-    // The recorded function: makes a node from the values that are packed above.
-    const auto replay = [](const variable_list& gradients, const std::vector<at::IValue>& packed) {
+    // The function that the graph calls: makes a node from the values that are packed above, and calls derivative().
+    const auto call_derivative = [](const variable_list& gradients, const std::vector<at::IValue>& packed) {
       PackedArgs args(packed);
       const auto node = make_node<N>();
       for_each(node->saved(), [&](SavedTensor& tensor) { tensor = SavedTensor(args.unpack<Tensor>()); });
@@ -99,7 +101,7 @@ struct RecordableNode : torch::autograd::Node {
       return node->derivative(gradients, args.unpack<NeedsInputGrad>());
     };
     const auto& compiler = getPyCompilerInterface();
-    const auto name = compiler->bind_function(tracing.get_py_compiler(), node.name(), replay, types,
+    const auto name = compiler->bind_function(tracing.get_py_compiler(), node.name(), call_derivative, types,
                                               /*is_custom_function=*/true, /*is_traceable=*/true);
     const auto output_metadata =
         IValuePacker<std::vector<optional<torch::autograd::InputMetadata>>>::pack(get_input_metadata(next_edges()));

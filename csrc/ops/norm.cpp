@@ -1,4 +1,5 @@
-// The schemas of the operators, their calls through the dispatcher, and the registrations that no backend owns.
+// The schemas of the operators, their calls through the dispatcher, and the dispatch keys that need neither a kernel
+// nor a derivative.
 #include "norm.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -17,7 +18,8 @@ namespace {
 
 constexpr const char* kOperators[] = {"forward", "forward.fused", "forward_.fused", "backward"};
 
-// Throws an error that names the argument for which the dispatcher has chosen a key without kernels.
+// Throws an error that names the argument whose layout made the dispatcher choose a key without kernels, for example
+// SparseCPU.
 void refuse_layout(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   const auto values = torch::jit::last(*stack, arguments.size());
@@ -33,11 +35,19 @@ void refuse_layout(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   TORCH_INTERNAL_ASSERT(false, "no argument of ", op.schema(), " is sparse, nested, quantized or in MKL-DNN's layout");
 }
 
+#if !defined(WITH_CUDA)
+// Throws an error that says why there are no CUDA kernels, instead of the dispatcher's list of backends.
+void refuse_cuda(const c10::OperatorHandle&, torch::jit::Stack*) {
+  TORCH_CHECK(false,
+              "layernorm_ext was built without CUDA kernels, for a reason that `python -m layernorm_ext` prints");
+}
+#endif
+
+// The declaration of an option in a schema.
 std::string declaration(const bool&, const char* name) { return c10::str("bool ", name, "=False"); }
-// Optional, because AOTInductor (torch 2.13) miscounts integers that a call leaves out.
+// The integer is optional, because AOTInductor (torch 2.13) miscounts integers that a call leaves out.
 std::string declaration(const optional<c10::SymInt>&, const char* name) { return c10::str("SymInt? ", name, "=None"); }
 
-// The options in a schema.
 std::string option_declarations() {
 #define LAYERNORM_DECLARATION(name) declaration(Options().name, #name)
   return c10::Join(", ", std::vector<std::string>{LAYERNORM_EACH_OPTION(LAYERNORM_DECLARATION)});
@@ -46,8 +56,9 @@ std::string option_declarations() {
 
 }  // namespace
 
-// The first positional arguments are aten's. All tensors are positional because DTensor does not redistribute others.
-// The first result is a Tensor, also if it is undefined, because DTensor takes its type for that of all results.
+// The first positional arguments are aten's. All tensors are positional because DTensor does not redistribute keyword
+// arguments. The first result has the type Tensor and not Tensor?, also where it may be undefined (grad_input), because
+// DTensor takes its type for that of all results.
 TORCH_LIBRARY(layernorm, m) {
   // Compiled code passes tensors in the order of strides that the tracer saw. With the default tag, which fixes the
   // strides themselves, Inductor also spells out all options, and parsing them takes 2 us a call (AMD EPYC Zen 4).
@@ -86,19 +97,24 @@ TORCH_LIBRARY(layernorm, m) {
     for (const char* name : kOperators) refuse(name);
     refuse("check_allocated");
   }
+#if !defined(WITH_CUDA)
+  for (const char* name : kOperators) {
+    m.impl(name, torch::dispatch(DispatchKey::CUDA, torch::CppFunction::makeFromBoxedFunction<&refuse_cuda>()));
+  }
+#endif
 }
 
 // ---- calls ----------------------------------------------------------------------------------------------------------
 
 namespace {
 
-// The handle of an operator, which has the signature of `Function`.
+// The handle of an operator. The last argument is any function with the operator's signature.
 template <class Function>
 auto find(const char* name, const char* overload, Function*) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, overload).typed<Function>();
 }
 
-// Calls an operator with the options after other arguments.
+// Calls an operator with the arguments `args` and then the options.
 template <class Operator, class... Args>
 auto call_with_options(const Operator& op, Options options, const Args&... args) {
   return std::apply([&](const auto&... option) { return op.call(args..., option...); }, options.fields());
@@ -142,8 +158,8 @@ BackwardOutputs call_backward(const BackwardArgs& args) {
 
 namespace {
 
-// forward_ for tensors with the negative bit. torch's own fallback works only with operators that return the tensor
-// that they change, and torch.compile only with operators that do not. The other operators have torch's fallback.
+// forward_ for tensors with the negative bit. Only forward_ needs a function of its own, because torch's fallback works
+// only with operators that return the tensor that they change, and torch.compile only with operators that do not.
 ForwardOutputs forward_negative(const ForwardArgs& args) {
   check_allocated(args);
   ForwardOutputs outputs = call_with(call_forward, args, [](const Tensor& t) { return t.resolve_neg(); });
@@ -151,11 +167,11 @@ ForwardOutputs forward_negative(const ForwardArgs& args) {
   return outputs;
 }
 
-// forward_ for functionalization, whose own kernel also works only with operators that return what they change.
+// forward_ for functionalization, whose fallback also works only with operators that return what they change.
 ForwardOutputs forward_functional(const ForwardArgs& args) {
-  ForwardArgs below = args;
-  below.inplace = false;
-  ForwardOutputs outputs = call_forward(below);
+  ForwardArgs out_of_place = args;
+  out_of_place.inplace = false;
+  ForwardOutputs outputs = call_forward(out_of_place);
   outputs.sum = args.residual->copy_(outputs.sum);
   return outputs;
 }

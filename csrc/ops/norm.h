@@ -25,7 +25,7 @@ using std::optional;
 inline bool present(const optional<Tensor>& t) { return t && t->defined(); }
 inline optional<Tensor> as_optional(Tensor t) { return t.defined() ? optional<Tensor>(std::move(t)) : std::nullopt; }
 
-// The names of the options, in the order of schemas and of the functions that are registered.
+// The names of the options, in the order in which the schemas and the registered functions have them.
 #define LAYERNORM_EACH_OPTION(F) \
   F(rms), F(zero_centered_weight), F(memory_efficient), F(images), F(num_groups), F(sigmoid), F(gate_first)
 #define LAYERNORM_NAME(name) name
@@ -33,12 +33,12 @@ inline optional<Tensor> as_optional(Tensor t) { return t.defined() ? optional<Te
 // The options of all operators. Those that a call leaves out are false or absent.
 struct Options {
   bool rms = false;                   // RMSNorm
-  bool zero_centered_weight = false;  // the weight is `weight` + 1
+  bool zero_centered_weight = false;  // xhat is multiplied by weight + 1
   bool memory_efficient = false;      // backward gets forward's output instead of its input
-  bool images = false;                // the tensors are [N, C, *] and normalized_shape is {C}, see geometry.h
-  optional<c10::SymInt> num_groups;   // the groups of elements of a row that are normalized apart
+  bool images = false;                // the tensors are [N, C, *] and normalized_shape is {C}, see shapes.h
+  optional<c10::SymInt> num_groups;   // of the normalized elements; each group is normalized by itself
   bool sigmoid = false;               // the activation of the gate is the sigmoid instead of SiLU
-  bool gate_first = false;            // see Params
+  bool gate_first = false;            // the gate multiplies the input instead of the output
 
   c10::SymInt groups() const { return num_groups.value_or(1); }
   bool has_groups() const { return groups() != 1; }
@@ -59,7 +59,7 @@ Options options_from(Values&&... values) {
 
 inline const optional<Tensor> kAbsent;
 
-// A reference to a tensor, or to one that may be absent. Assignment makes it refer to another tensor.
+// References to a tensor, and to one that may be absent, as members of structs that are copied and assigned.
 class TensorRef {
  public:
   TensorRef(const Tensor& t) : t_(&t) {}  // NOLINT(google-explicit-constructor)
@@ -88,7 +88,8 @@ class OptionalTensorRef {
   const optional<Tensor>* t_;
 };
 
-// Calls f(name, parameter) for each parameter of a call, a tensor that several rows share, also if it is absent.
+// Calls f(name, parameter) for each parameter of a call, also for absent ones. Parameters are the tensors that several
+// rows share; the gate and the residual have values for each row.
 template <class Args, class F>
 void for_each_parameter(Args& args, const F& f) {
   f("weight", args.weight);
@@ -104,9 +105,9 @@ struct ForwardArgs {
   double eps;
   Options options;
   OptionalTensorRef residual = kAbsent;
-  OptionalTensorRef gate = kAbsent;         // of a gated norm: like the input
-  OptionalTensorRef input_scale = kAbsent;  // beside a residual: a parameter that multiplies the input
-  bool inplace = false;                     // the sum overwrites the residual
+  OptionalTensorRef gate = kAbsent;         // of a gated norm; has the shape of the input
+  OptionalTensorRef input_scale = kAbsent;  // a parameter that multiplies the input before a residual is added
+  bool inplace = false;                     // whether the sum overwrites the residual
 
   template <class Args, class F>  // Args may be const
   static void for_each(Args& args, const F& f) {
@@ -116,8 +117,8 @@ struct ForwardArgs {
     f("gate", args.gate);
   }
 };
-// `sum` is residual + input or residual + input_scale * input: undefined without a residual, and the residual if
-// inplace. RMSNorm has no mean.
+// `sum` is residual + input or residual + input_scale * input. It is undefined without a residual, and the residual
+// itself if inplace. RMSNorm leaves the mean undefined.
 struct ForwardOutputs {
   Tensor output, sum, mean, rstd;
 };
@@ -127,8 +128,9 @@ struct OutputMask {
   bool input, weight, bias, gate, scaled_input, input_scale;
 };
 
-// The arguments of backward. With a residual, `input` is the sum and grad_sum its upstream gradient; input_scale
-// multiplied scaled_input.
+// The arguments of backward. With memory_efficient, `input` is the output of forward. With a residual, it is the sum
+// that forward returned, grad_sum is the upstream gradient of this sum, and scaled_input is the input of forward, which
+// input_scale multiplied.
 struct BackwardArgs {
   TensorRef grad_output, input;
   SymIntArrayRef normalized_shape;
@@ -151,7 +153,7 @@ struct BackwardArgs {
     f("scaled_input", args.scaled_input);
   }
 };
-// Gradients that output_mask excludes are undefined.
+// Gradients whose entry of output_mask is false are undefined.
 struct BackwardOutputs {
   Tensor grad_input, grad_weight, grad_bias, grad_gate, grad_scaled_input, grad_input_scale;
 
@@ -166,12 +168,12 @@ void for_each_tensor(const Args& args, const F& f) {
   });
 }
 
-// Calls `function` with f(t) in place of each tensor t of `args`.
+// Calls `function` with the arguments `args`, but with f(t) in place of each tensor t.
 template <class Function, class Args, class F>
 auto call_with(const Function& function, Args args, const F& f) {
-  std::deque<optional<Tensor>> results;
+  std::deque<optional<Tensor>> replacements;  // a deque does not move its elements, to which `args` refers
   Args::for_each(args, [&](const char*, auto& t) {
-    if (t) t.refer_to(results.emplace_back(f(*t)));
+    if (t) t.refer_to(replacements.emplace_back(f(*t)));
   });
   return function(args);
 }
@@ -180,8 +182,8 @@ auto call_with(const Function& function, Args args, const F& f) {
 ForwardOutputs call_forward(const ForwardArgs& args);
 BackwardOutputs call_backward(const BackwardArgs& args);
 
-// The next four templates give a function of ForwardArgs or BackwardArgs the signature of an operator, so that it can
-// be registered for a dispatch key.
+// Each of the next four templates turns a function of ForwardArgs or BackwardArgs into a function with the signature of
+// an operator's overload, which can be registered for a dispatch key.
 using ForwardFunction = ForwardOutputs (*)(const ForwardArgs&);
 using BackwardFunction = BackwardOutputs (*)(const BackwardArgs&);
 
@@ -194,7 +196,7 @@ std::tuple<Tensor, optional<Tensor>, Tensor> forward_operator(const Tensor& inpu
   return {std::move(output), as_optional(std::move(mean)), std::move(rstd)};
 }
 
-// For forward.fused and for check, whose function returns nothing.
+// For forward.fused, and for the operator check, for which kForward returns nothing.
 template <auto kForward>
 auto fused_forward_operator(const Tensor& input, SymIntArrayRef normalized_shape, const optional<Tensor>& weight,
                             const optional<Tensor>& bias, double eps, const optional<Tensor>& residual,
@@ -245,17 +247,18 @@ void implement(torch::Library& m) {
   m.impl("backward", TORCH_FN(backward_operator<kBackward>));
 }
 
-// Throws the errors of forward for arguments that it would refuse. It is an operator for graphs of aten's operators,
-// and a Python function of the module.
+// Throws the error of forward if forward would refuse these arguments. Where graphs get aten's operators instead of
+// forward, tracing.py calls it, as an operator or as a function of the Python module.
 void check(const ForwardArgs& args);
 
-// Whether backward needs the values of the bias: for xhat, or for the gradient of a gate that multiplies the output.
+// Whether backward reads the values of the bias: to recover xhat from the output, or for the gradient of a gate that
+// multiplies the output. Otherwise it needs only the shape and dtype of the bias.
 template <class Args>
 bool needs_bias(const Args& args) {
   return args.options.memory_efficient || (args.gate && !args.options.gate_first);
 }
 
-// Whether backward needs the means of the rows.
+// Whether backward reads the means of the rows.
 inline bool needs_mean(const Options& options) { return !options.rms && !options.memory_efficient; }
 
 }  // namespace layernorm

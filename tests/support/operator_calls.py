@@ -201,7 +201,7 @@ def change(name, args, rng):
 
 
 def as_rows(t, args):
-    """Return an argument or result [*, cols] or, with groups, [*, groups, cols], which broadcasts to the input."""
+    """Return an argument or result as [*, cols] or [*, groups, cols], broadcasting to the input (csrc/ops/shapes.h)."""
     dims, normalized_dims = args["input"].dim(), len(args["normalized_shape"])
     groups = args.get("num_groups") or 1
     if t.dim() > normalized_dims and args["images"]:

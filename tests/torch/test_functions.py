@@ -18,7 +18,7 @@ from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from layernorm_ext import _C, _calls, add_layer_norm, rms_norm
+from layernorm_ext import _C, _calls, add_layer_norm, layer_norm, layer_norm_2d, rms_norm
 
 FLOATS = [F64, F32, F16, BF16]
 # Input, residual, weight, bias: 16 bits, wider parameters, narrower ones, two parameter dtypes, float32 residuals.
@@ -159,6 +159,34 @@ def test_derivatives_with_mixed_dtypes(member, dtypes):
         assert_near(transforms(member, tensors), transforms(member.formula, wide), tolerance, result_dtypes)
 
 
+SHAPES = [(3, 70, 33), (3, 70, 33), (33,), (3, 33)]  # of input, residual, and two parameters, one per sample
+WITH_MIXED_PARAMETERS = {  # named by the parameter that is per sample, except the last one
+    "bias": lambda x, r, shared, own: layer_norm(x, (33,), shared, own),
+    "weight": lambda x, r, shared, own: layer_norm(x, (33,), own, shared),
+    "gate": lambda x, r, shared, own: add_layer_norm(x, r, (33,), shared, gate=own),
+    "gate of a bias": lambda x, r, shared, own: add_layer_norm(x, r, (33,), None, shared, gate=own),
+    "shared gate": lambda x, r, shared, own: add_layer_norm(x, r, (33,), None, own, gate=shared),
+}
+
+
+@pytest.mark.parametrize("function", WITH_MIXED_PARAMETERS.values(), ids=list(WITH_MIXED_PARAMETERS))
+def test_a_gradient_has_the_same_bits_whichever_others_are_computed(function):
+    """The gradient of the shared parameter is summed within each sample first, because another one is per sample."""
+    values = [randn(shape, F32) for shape in SHAPES]
+
+    def gradients(mask):
+        tensors = [t.clone().requires_grad_(is_needed) for t, is_needed in zip(values, mask, strict=True)]
+        needed = [t for t in tensors if t.requires_grad]
+        results = iter(torch.autograd.grad(loss(tree_leaves(function(*tensors))), needed, materialize_grads=True))
+        return [next(results) if is_needed else None for is_needed in mask]
+
+    expected = gradients([True] * 4)
+    for mask in itertools.product([False, True], repeat=4):
+        if any(mask[0:1] + mask[2:]):  # some functions have no residual
+            for actual, right in zip(gradients(mask), expected, strict=True):
+                assert actual is None or torch.equal(actual, right)
+
+
 def test_a_memory_efficient_backward_has_no_derivative_by_the_bias_either():
     x, b = randn((3, 8), F32), randn(8, F32).requires_grad_()
     forward, backward = torch.ops.layernorm.forward, torch.ops.layernorm.backward
@@ -228,6 +256,29 @@ def test_batched_gradients(member, shape, dtype):
                         assert_near([a[i]], [e], tolerance, [e.dtype])
 
 
+BATCHED = {
+    "is_grads_batched": lambda y, x, dy, **options: torch.autograd.grad(y, x, dy, is_grads_batched=True, **options),
+    "vmap": lambda y, x, dy, **options: torch.vmap(lambda g: torch.autograd.grad(y, x, g, **options))(dy),
+}
+
+
+@pytest.mark.parametrize("batched", BATCHED.values(), ids=list(BATCHED))
+@pytest.mark.parametrize("function", [layer_norm, layer_norm_2d])
+def test_batched_gradients_with_memory_efficient(function, batched):
+    """A second derivative must be refused: rstd, of which it consists, is a constant in a backward from the output."""
+    x, w, b = leaves([randn((2, 8, 3), F64), randn(8, F64).abs() + 0.5, randn(8, F64)])[0]
+    input = x.movedim(1, -1) if function is layer_norm else x
+    shape = [(8,)] if function is layer_norm else []
+    y = function(input, *shape, w, b, memory_efficient=True)
+    dy = randn((4, *y.shape), F64)
+    actual = batched(y, (x, w, b), dy, retain_graph=True)
+    for i, g in enumerate(dy):
+        expected = torch.autograd.grad(y, (x, w, b), g, retain_graph=True)
+        assert_near([a[i] for a in actual], expected, 1e-13, [F64] * 3)  # sums of six products in another order
+    with pytest.raises(NotImplementedError, match="memory_efficient=True does not keep"):
+        batched(y, (x, w, b), dy, create_graph=True)
+
+
 def test_functionalized_calls_change_the_residual():
     x, r, w = torch.randn(2, 3, 8), torch.randn(2, 3, 8), torch.randn(8, requires_grad=True)
 
@@ -244,7 +295,11 @@ def test_functionalized_calls_change_the_residual():
 
 
 def tensors_to_save(member, x, r, w, b, output, total=None):
-    """Return the tensors that the gradients of those that require one need, apart from the statistics."""
+    """Return the tensors that the gradients of those that require one need, apart from the statistics.
+
+    The parameters' shapes determine the order of summation. So the factor of x is always saved, and a bias is unless it
+    has the shape and dtype of the weight.
+    """
     needs_dx, needs_dw, needs_db = x.requires_grad, w.requires_grad, b.requires_grad and member.has_bias
     needs_dr = r.requires_grad and member.takes_r
     scales_input, gate_first = "gate" in member.options, "gate_first" in member.options
@@ -254,15 +309,15 @@ def tensors_to_save(member, x, r, w, b, output, total=None):
     saved = [w]
     if needs_gradient_of_rows or needs_dw:
         saved.append(output if memory_efficient else x if total is None else total)
-    if scales_input and (needs_dx or needs_dgate):  # b is the factor of x
+    if scales_input:  # b is the factor of x
         saved += [b, *[x] * needs_dgate]
     if member.is_gated_norm and (needs_gradient_of_rows or needs_dw or (needs_db and not gate_first)):
         saved.append(r)
     # Backward from the output subtracts the bias to find xhat, and a gate behind the norm multiplies the norm's output,
-    # which has the bias. Without either, the bias is saved for the dtype of its gradient if the weight has another one.
+    # which has the bias.
     computes_with_bias = needs_dgate and member.is_gated_norm and not gate_first
     computes_with_bias |= memory_efficient and (needs_gradient_of_rows or needs_dw)
-    if member.has_bias and (computes_with_bias or (needs_db and b.dtype != w.dtype)):
+    if member.has_bias and (computes_with_bias or b.dtype != w.dtype):
         saved.append(b)
     return saved
 
