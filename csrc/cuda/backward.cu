@@ -23,7 +23,7 @@
 //
 // Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467.
 #include "../dtypes.h"
-#include "geometry.h"
+#include "launch_plan.h"
 #include "vec.cuh"
 
 namespace layernorm::cuda {

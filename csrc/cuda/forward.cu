@@ -22,7 +22,7 @@
 // except for rows further apart than 2 GiB and for more than 2^30 rows. moments.cuh has the numerical method.
 //
 // Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467.
-#include "geometry.h"
+#include "launch_plan.h"
 
 namespace layernorm::cuda {
 

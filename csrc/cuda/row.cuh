@@ -1,7 +1,7 @@
 // Device functions that all kernels share: shuffle reductions, and the arithmetic of statistics and gradients.
 #pragma once
 
-#include "geometry.h"
+#include "launch_plan.h"
 #include "vec.cuh"
 
 namespace layernorm::cuda {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "device.h"
+#include "launch_and_ptx.h"
 
 namespace layernorm::cuda {
 

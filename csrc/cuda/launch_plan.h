@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "../kernel_params.h"
-#include "device.h"
+#include "launch_and_ptx.h"
 #include "launch_limits.h"
 
 namespace layernorm::cuda {
