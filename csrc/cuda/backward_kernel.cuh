@@ -15,7 +15,7 @@ constexpr int kThreads = 256;
 // The most vectors of a gated norm's row that a block stages: x, dy and the gate of more need more than 99 KiB.
 constexpr int64_t kMaxGatedBlockVectors = 1024;
 
-// Rounds from a row's sums to its dx. With 1, the warps of a block exchange their sums of a row while they sum the
+// Iterations from a row's sums to its dx. With 1, the warps of a block exchange their sums of a row while they sum the
 // next.
 template <class Variant>
 constexpr int kLagOf = Variant::kRowSpansWarps ? 1 : 0;
@@ -41,11 +41,11 @@ __device__ __forceinline__ void sum_blocks(RowSums& sums, const RowSums* blocks,
 
 // ---- sums of the columns: dweight and dbias -------------------------------------------------------------------------
 
-// Adds the column sums of the threads that own the same columns: the block has several rows in a round. One thread for
-// each column gets the results, and calls store(j, v) for each of its vectors.
+// Adds the column sums of the threads that own the same columns: the block has several rows in an iteration. One thread
+// for each column gets the results, and calls store(j, v) for each of its vectors.
 template <class T, class X, class Variant, int kElements, class F>
-__device__ __forceinline__ void sum_columns_over_block(Acc (&sums)[kElements], const StagedRows<T, X, Variant>& rows,
-                                                       const F& store) {
+__device__ __forceinline__ void sum_columns_over_block(Acc (&sums)[kElements],
+                                                       const BackwardStagedRows<T, X, Variant>& rows, const F& store) {
   constexpr int kVec = kVectorSize<X>;
   // First by shuffles over the rows of a warp. Then in shared memory over groups of threads: the whole warps that hold
   // one row, or one warp that holds several rows.
@@ -56,7 +56,7 @@ __device__ __forceinline__ void sum_columns_over_block(Acc (&sums)[kElements], c
   }
   __shared__ Vector<Acc, kVec> thread_sums[kThreads];
   const int group_threads = max(rows.plan.row_threads, kWarpSize);
-  const int groups = rows.plan.row_fits_warp ? static_cast<int>(blockDim.x) / kWarpSize : rows.plan.rows_per_round;
+  const int groups = rows.plan.row_fits_warp ? static_cast<int>(blockDim.x) / kWarpSize : rows.plan.rows_per_iteration;
 #pragma unroll
   for (int j = 0; j < kElements; j += kVec) {
     Acc v[kVec];
@@ -117,28 +117,29 @@ struct ClusterColumnSums {
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-// A block takes its segments in turn: every gridDim.y-th, from blockIdx.y on. A segment has `rounds` rounds, each of
-// rows_per_round rows, one for each group of threads (row_threads). blockIdx.x tells which columns the block has of a
-// row that blocks share. Copies run ahead by the number of stages, also into the next segment.
+// A block takes its segments in turn: every gridDim.y-th, from blockIdx.y on. A segment has `iterations` iterations,
+// each of rows_per_iteration rows, one for each group of threads (row_threads). blockIdx.x tells which columns the
+// block has of a row that blocks share. Copies run ahead by the number of stages, also into the next segment.
 //
-// Where a row spans warps (kLag = 1), round r sums row r and then stores dx of row r - 1; one more round at the end of
-// a segment stores that of the last row. B is the block's barrier:
+// Where a row spans warps (kLag = 1), iteration r sums row r and then stores dx of row r - 1; one more iteration at the
+// end of a segment stores that of the last row. B is the block's barrier:
 //
-//   round 0:    sum row 0, put its sums
-//   round 1: B, get [and send] the sums of row 0; sum row 1, put its sums; [receive and] store dx of row 0; fetch a row
-//   round 2: B, get [and send] the sums of row 1; sum row 2, put its sums; [receive and] store dx of row 1; fetch a row
+//   iteration 0:    sum row 0, put its sums
+//   iteration 1: B, get [and send] the sums of row 0; sum row 1, put its sums; [receive and] store dx of row 0; fetch a
+//   row iteration 2: B, get [and send] the sums of row 1; sum row 2, put its sums; [receive and] store dx of row 1;
+//   fetch a row
 //
-// A warp that has passed B in round r may run ahead of the others up to B in round r + 1: it puts the sums of row r
-// into one buffer of WarpSums while others still get those of row r - 1 from the other one. Without a lag, put(), B and
-// get() belong to the same round. Where a row fits a warp, rounds have no barrier, and warps run ahead freely until the
-// sums of the columns are added, at the end of a segment or after kRoundsPerSum rounds.
+// A warp that has passed B in iteration r may run ahead of the others up to B in iteration r + 1: it puts the sums of
+// row r into one buffer of WarpSums while others still get those of row r - 1 from the other one. Without a lag, put(),
+// B and get() belong to the same iteration. Where a row fits a warp, iterations have no barrier, and warps run ahead
+// freely until the sums of the columns are added, at the end of a segment or after kIterationsPerSum iterations.
 //
 // With few rows, the at most eight segments belong to the blocks of one cluster, which adds their column sums at the
 // end (ClusterColumnSums). Rows that blocks share exclude this.
 template <class T, class X, class Variant>
 __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockThreads, Variant::kRowFitsWarp ? 2 : 1)
     backward_staged(const BackwardParams p, const BackwardPlan plan) {
-  using Rows = StagedRows<T, X, Variant>;
+  using Rows = BackwardStagedRows<T, X, Variant>;
   using Index = typename Variant::Index;
   constexpr int kElements = Rows::kElements, kVec = Rows::kVec, kLag = kLagOf<Variant>;
   constexpr int stage_bytes = Rows::kStageBytes;
@@ -175,28 +176,30 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
   const Index first_segment = sums_in_cluster ? blockIdx.x : blockIdx.y;
   const Index segment_step = sums_in_cluster ? gridDim.x : gridDim.y;
   const Index num_segments = static_cast<Index>(plan.num_segments);
-  const int rounds = plan.rounds;
+  const int iterations = plan.iterations;
 
   Index fetched_segment = first_segment;
-  int fetched_round = 0;
-  const auto fetch_next = [&](int stage) {
+  int fetched_iteration = 0;
+  const auto fetch_next = [&](int stage_offset) {
     if (fetched_segment < num_segments) {
       const Segment<Index> fetched(plan, recompute_from(fetched_segment));
-      rows.fetch(fetched, rows.row_in_segment(fetched, fetched_round), stage);
-      if (++fetched_round == rounds) {
-        fetched_round = 0;
+      rows.fetch(fetched, rows.row_in_segment(fetched, fetched_iteration), stage_offset);
+      if (++fetched_iteration == iterations) {
+        fetched_iteration = 0;
         fetched_segment += segment_step;
       }
     }
     async_commit();
   };
 #pragma unroll 1
-  for (int stage = 0; stage < plan.stages * stage_bytes; stage += stage_bytes) fetch_next(stage);
+  for (int stage_offset = 0; stage_offset < plan.stages * stage_bytes; stage_offset += stage_bytes)
+    fetch_next(stage_offset);
   if (cluster_shares_row || sums_in_cluster) BlockExchange::start(exchange_memory);
   __syncthreads();
 
   Acc weight[kElements], dw[kElements], db[kElements];
-  int finished_rows = 0, stage = 0;  // a counter for the exchange; the stage of the next row to be summed, in bytes
+  int finished_rows = 0,
+      stage_offset = 0;  // a counter for the exchange; the stage of the next row to be summed, in bytes
 #pragma unroll 1
   for (Index s = first_segment; s < num_segments; s += segment_step) {
     const Segment<Index> segment(plan, s);
@@ -206,7 +209,7 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
     for (int j = 0; j < kElements; ++j) dw[j] = db[j] = 0;
     ScaledStatistics statistics, finished_statistics;
 #pragma unroll 1
-    for (int round = 0; round < rounds + kLag; ++round) {
+    for (int iteration = 0; iteration < iterations + kLag; ++iteration) {
       RowSums row_sums = {};
       const auto get_row_sums = [&] {  // the sums of a row over its warps
         __syncthreads();
@@ -214,13 +217,13 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
         if (shares_row) exchange.send(row_sums, finished_rows);
       };
       finished_statistics = statistics;
-      if (kLag > 0 && round > 0) get_row_sums();
-      if (round < rounds) {
+      if (kLag > 0 && iteration > 0) get_row_sums();
+      if (iteration < iterations) {
         wait_for_stage<Rows::kMaxStages - kLag>(plan.stages - kLag);
-        const auto& header = rows.header(stage);
+        const auto& header = rows.header(stage_offset);
         statistics = ScaledStatistics(header.mean, header.rstd, flags.has(kMemoryEfficient));
         RowSums sums = {};
-        rows.sum_row(sums, stage, statistics, weight, segment.sample);
+        rows.sum_row(sums, stage_offset, statistics, weight, segment.sample);
         if (row_fits_warp) {
           sum_over_row_lanes(sums, columns.row_lanes());
           for (int k = 0; k < 3; ++k) row_sums[k] = sums[k];
@@ -229,9 +232,11 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
         }
       }
       const int ring_end = (kLag > 0 ? recompute_from(plan.stages) : plan.stages) * stage_bytes;
-      const int finished_stage = kLag == 0 ? stage : (stage == 0 ? ring_end : stage) - stage_bytes;
-      if (round < rounds) stage = stage + stage_bytes == ring_end ? 0 : stage + stage_bytes;
-      if (round < kLag) continue;
+      const int finished_offset =
+          kLag == 0 ? stage_offset : (stage_offset == 0 ? ring_end : stage_offset) - stage_bytes;
+      if (iteration < iterations)
+        stage_offset = stage_offset + stage_bytes == ring_end ? 0 : stage_offset + stage_bytes;
+      if (iteration < kLag) continue;
       if (kLag == 0) {
         finished_statistics = statistics;
         if (!row_fits_warp) get_row_sums();
@@ -240,7 +245,7 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
         if (shares_row) sum_blocks(row_sums, exchange.receive(finished_rows), plan.row_blocks);
         const auto means = rows.compute_means(row_sums, finished_statistics.scaled_rstd);
         const auto store_gradients = [&](auto has_grad_sum) {
-          rows.store_gradients(has_grad_sum, dw, db, finished_stage, finished_statistics, means, weight,
+          rows.store_gradients(has_grad_sum, dw, db, finished_offset, finished_statistics, means, weight,
                                segment.sample);
         };
         if constexpr (Rows::kLoadsGradSumFirst) {
@@ -250,12 +255,14 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
         }
       }
       __syncwarp();
-      fetch_next(finished_stage);
+      fetch_next(finished_offset);
       ++finished_rows;
 
-      const int rounds_done = round + 1 - kLag;
-      if (!stores_dx || (rounds_done != rounds && static_cast<unsigned>(rounds_done) % kRoundsPerSum != 0)) continue;
-      if (s + segment_step >= num_segments && rounds_done == rounds) let_next_grid_start();
+      const int iterations_done = iteration + 1 - kLag;
+      if (!stores_dx ||
+          (iterations_done != iterations && static_cast<unsigned>(iterations_done) % kIterationsPerSum != 0))
+        continue;
+      if (s + segment_step >= num_segments && iterations_done == iterations) let_next_grid_start();
       // Stores the block's sums of dweight or dbias, and resets them. Its rows of the workspace begin at first_row.
       const auto store_column_sums = [&](Acc(&column_sums)[kElements], int array, const View& gradient, Flag per_sample,
                                          int64_t first_row) {
@@ -272,7 +279,7 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
             });
           } else {
             Acc* const to = static_cast<Acc*>(plan.workspace) + (first_row + int64_t{s}) * plan.pitch + block_begin;
-            if (rounds_done > kRoundsPerSum) {
+            if (iterations_done > kIterationsPerSum) {
               const auto earlier = columns.template load_global<kVec>(to, j, rows.block_cols);
               for (int e = 0; e < kVec; ++e) v[e] += earlier.values[e];
             }
@@ -305,7 +312,7 @@ struct Instance {
 // blocks of float32 rows instead of one that fetches a row further ahead. If none fits, `kernel` is null.
 template <class T, class X, class Variant>
 Instance plan_stages(const BackwardPlan& plan, LaunchConfig config, size_t column_sum_bytes) {
-  using Rows = StagedRows<T, X, Variant>;
+  using Rows = BackwardStagedRows<T, X, Variant>;
   const auto kernel = backward_staged<T, X, Variant>;
   constexpr size_t kMaxStaticShared = kThreads * sizeof(Vector<Acc, kVectorSize<X>>) + 1792;
   Instance chosen;
@@ -355,24 +362,25 @@ Launch plan_launch(const BackwardParams& p) {
   const bool two_launches = plan.row_blocks > 1 && !cluster_shares_row;
   plan.flags.set(kClusterSharesRow, cluster_shares_row);
 
-  // A block has as many rows in a round as kThreads allow, but no more than a sample with gradients of its own.
+  // A block has as many rows in an iteration as kThreads allow, but no more than a sample with gradients of its own.
   const bool per_sample = plan.has_gradients_per_sample();
   int64_t threads = plan.row_threads;
   if (plan.row_blocks == 1) threads *= std::max(kThreads / plan.row_threads, 1);
   if (per_sample) threads = std::min(threads, round_up(p.rows * plan.row_threads, kWarpSize));
-  plan.rows_per_round = static_cast<int>(threads) / plan.row_threads;
+  plan.rows_per_iteration = static_cast<int>(threads) / plan.row_threads;
   config.block = static_cast<unsigned>(threads);
   config.cluster = cluster_shares_row ? static_cast<unsigned>(plan.row_blocks) : 1;
 
   // Each resident block has a segment. Few rows take one launch: of a block, or of a cluster with ClusterColumnSums.
   int64_t segments = choose_variant<T, X>(plan, config, /*general=*/two_launches, /*column_sum_bytes=*/0).resident;
-  const int64_t rounds = ceil_div(p.samples * p.rows, plan.rows_per_round);
+  const int64_t iterations = ceil_div(p.samples * p.rows, plan.rows_per_iteration);
   const bool clusters_can_sum = clusters && plan.row_blocks == 1;
-  const bool sums_in_cluster = clusters_can_sum && !per_sample && rounds > 1 && rounds <= kMaxClusterSize * kFewRounds;
+  const bool sums_in_cluster =
+      clusters_can_sum && !per_sample && iterations > 1 && iterations <= kMaxClusterSize * kFewIterations;
   if (sums_in_cluster) segments = kMaxClusterSize;
-  if (!clusters_can_sum && !per_sample && rounds <= kFewRounds) segments = 1;
-  const int64_t min_rounds = plan.row_blocks > 1 ? 4 : 16;  // long rows are few: shorter segments keep the GPU busy
-  plan.set_segments(p, plan.rows_per_round, segments, min_rounds);
+  if (!clusters_can_sum && !per_sample && iterations <= kFewIterations) segments = 1;
+  const int64_t min_iterations = plan.row_blocks > 1 ? 4 : 16;  // long rows are few: shorter segments keep the GPU busy
+  plan.set_segments(p, plan.rows_per_iteration, segments, min_iterations);
   while (plan.num_segments << plan.log2_owned_cols < p.cols) ++plan.log2_owned_cols;
   const int64_t column_sums = sums_in_cluster ? 2 * plan.num_segments << plan.log2_owned_cols : 0;
   const size_t column_sum_bytes = static_cast<size_t>(column_sums) * sizeof(Acc);
@@ -401,8 +409,8 @@ void launch_backward(const BackwardParams& p) {
   auto [kernel, config, plan] = plan_launch<T, X>(p);
   const int64_t partial_bytes = (plan.num_weight_partials + plan.num_bias_partials) * plan.pitch * int64_t{sizeof(Acc)};
   const bool two_launches = plan.row_blocks > static_cast<int>(config.cluster);
-  const int64_t block_rounds = ceil_div(plan.num_segments, config.grid.y) * plan.rounds;
-  const int64_t exchange_bytes = two_launches ? BlockExchange::workspace_bytes(config.grid, block_rounds) : 0;
+  const int64_t block_iterations = ceil_div(plan.num_segments, config.grid.y) * plan.iterations;
+  const int64_t exchange_bytes = two_launches ? BlockExchange::workspace_bytes(config.grid, block_iterations) : 0;
   if (partial_bytes + exchange_bytes > 0) plan.workspace = p.allocator->allocate(partial_bytes + exchange_bytes);
   plan.exchange_workspace = static_cast<char*>(plan.workspace) + partial_bytes;
   launch_once_or_twice(config, kernel, p, plan);

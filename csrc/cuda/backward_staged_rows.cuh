@@ -1,6 +1,6 @@
-// StagedRows: a thread's work on the rows of a block in backward, which the kernel in backward_kernel.cuh calls:
-// fetch() copies rows to shared memory, sum_row() sums a row, and store_gradients() stores dx and adds to the sums of
-// the columns. backward.cu has the formulas and the mapping of threads.
+// BackwardStagedRows: a thread's work on the rows of a block in backward, which the kernel in backward_kernel.cuh
+// calls: fetch() copies rows to shared memory, sum_row() sums a row, and store_gradients() stores dx and adds to the
+// sums of the columns. backward.cu has the formulas and the mapping of threads.
 #pragma once
 
 #include <algorithm>
@@ -11,21 +11,21 @@ namespace layernorm::cuda {
 
 // The arguments of backward_staged that the host computes from BackwardParams.
 struct BackwardPlan : GradientPlan, RowDivision {
-  int rows_per_round, stages;  // of a block; of each of its warps
+  int rows_per_iteration, stages;  // of a block; of each of its warps
   int cluster_segments;  // segments whose sums a cluster adds in shared memory, one per block, or 1: ClusterColumnSums
   int log2_owned_cols;   // columns that each block of such a cluster adds
   int ring_bytes;        // of dynamic shared memory; then comes that of ClusterColumnSums
   int64_t pitch;         // elements from row to row of the partial sums in the workspace
   void* exchange_workspace;  // of BlockExchange
   ByteStride x_stride, dy_stride, dx_stride, grad_sum_stride, statistics_stride;
-  Divisor<Acc> cols;
+  FloatDivisor<Acc> cols;
 
   // Returns whether ByteStride can address all rows.
   template <class T, class X>
   bool initialize(const BackwardParams& p) {
     flags = make_flags(p);
     pitch = round_up(p.cols, kVectorSize<X>);
-    cols = Divisor<Acc>(p.cols);
+    cols = FloatDivisor<Acc>(p.cols);
     const bool strides_fit = x_stride.set(p.input, sizeof(X)) && dy_stride.set(p.grad_output, sizeof(T)) &&
                              dx_stride.set(p.grad_input, sizeof(X)) && grad_sum_stride.set(p.grad_sum, sizeof(X)) &&
                              statistics_stride.set(p.rstd, sizeof(Acc));
@@ -44,7 +44,7 @@ enum StagedArray { kX, kDy, kGate };
 
 // The statistics and addresses of a row in a stage, beside its elements.
 template <class T, class X, int kArrays>
-struct alignas(16) RowHeader {
+struct alignas(16) BackwardRowHeader {
   Acc mean, rstd;
   X* dx;  // the block's columns; null if dx is not computed or the row does not exist
   union {
@@ -54,14 +54,14 @@ struct alignas(16) RowHeader {
   short misalignments[kArrays];  // by StagedArray: see ThreadColumns::misalignment()
 };
 
-// A thread's work on its columns of the staged rows. `stage` is the byte offset of a stage in the warp's ring:
+// A thread's work on its columns of the staged rows. `stage_offset` is the byte offset of a stage in the warp's ring:
 //
 //   [ x, of X | dy, of T | headers of the warp's rows | gate, of T ]
 template <class T, class X, class Variant>
-struct StagedRows {
+struct BackwardStagedRows {
   using Columns = ThreadColumns<X, Variant::kMapping, Variant::kLanes>;
   using Index = typename Variant::Index;
-  using Header = RowHeader<T, X, Variant::kIsGeneral ? 3 : 2>;
+  using Header = BackwardRowHeader<T, X, Variant::kIsGeneral ? 3 : 2>;
   static constexpr int kElements = Columns::kElements, kVec = Columns::kVec;
   // Elements that a thread processes together.
   static constexpr int kMaxStep = Variant::kIsGeneral ? 2 : Variant::kMapping == Mapping::kElements ? 4 : 8;
@@ -79,24 +79,24 @@ struct StagedRows {
   const BackwardPlan& plan;
   const Flags flags;
   const Columns columns;
-  const int row_in_round;       // this thread's, of the block's rows_per_round
+  const int row_in_iteration;   // this thread's, of the block's rows_per_iteration
   const Index block_begin;      // the block's first column of a row
   const int block_cols;         // the block's columns; fewer in the last block of a row
   unsigned char* const shared;  // the warp's ring
 
-  // The index in a segment of the row that this thread has in a round; -1 if it does not exist.
-  __device__ __forceinline__ int row_in_segment(const Segment<Index>& segment, int round) const {
-    const int row = round * plan.rows_per_round + row_in_round;
+  // The index in a segment of the row that this thread has in an iteration; -1 if it does not exist.
+  __device__ __forceinline__ int row_in_segment(const Segment<Index>& segment, int iteration) const {
+    const int row = iteration * plan.rows_per_iteration + row_in_iteration;
     return row < segment.rows ? row : -1;
   }
   // The header of this thread's row.
-  __device__ __forceinline__ Header& header(int stage) const {
-    Header* const headers = reinterpret_cast<Header*>(shared + stage + kHeaderBegin);
+  __device__ __forceinline__ Header& header(int stage_offset) const {
+    Header* const headers = reinterpret_cast<Header*>(shared + stage_offset + kHeaderBegin);
     return headers[Variant::kRowSpansWarps ? 0 : columns.row_in_warp];
   }
 
   // Starts to copy the warp's columns of a segment's row to a stage, or zeros if `row` is -1, and writes its header.
-  __device__ __forceinline__ void fetch(const Segment<Index>& segment, int row, int stage) const {
+  __device__ __forceinline__ void fetch(const Segment<Index>& segment, int row, int stage_offset) const {
     const bool exists = row >= 0;
     const int cols = exists ? block_cols : 0;
     const Index row_number = exists ? segment.first_row + row : 0;
@@ -104,8 +104,8 @@ struct StagedRows {
     with_row_addresses<Variant::kIsGeneral>(row_number, has_samples, plan.rows_per_sample, [&](const auto& address_in) {
       const X* const x = address_in(p.input, X(), plan.x_stride) + block_begin;
       const T* const dy = address_in(p.grad_output, T(), plan.dy_stride) + block_begin;
-      columns.fetch(shared + stage, x, cols);
-      columns.fetch(shared + stage + kDyBegin, dy, cols);
+      columns.fetch(shared + stage_offset, x, cols);
+      columns.fetch(shared + stage_offset + kDyBegin, dy, cols);
       const X* const grad_sum = address_in(p.grad_sum, X(), plan.grad_sum_stride) + block_begin;
       if (flags.has(kGradSum)) {
 #pragma unroll
@@ -114,9 +114,9 @@ struct StagedRows {
         }
       }
       const T* const gate = address_in(p.gate, T(), ByteStride()) + block_begin;
-      if (Variant::kIsGated) columns.fetch(shared + stage + kGateBegin, gate, cols);
+      if (Variant::kIsGated) columns.fetch(shared + stage_offset + kGateBegin, gate, cols);
       if (columns.lane_in_row > 0) return;
-      Header& to = header(stage);
+      Header& to = header(stage_offset);
       const Acc* const rstd = address_in(p.rstd, Acc(), plan.statistics_stride);
       const bool has_mean = exists && !flags.has(kRms | kMemoryEfficient);
       async_copy<sizeof(Acc)>(&to.rstd, rstd, exists ? sizeof(Acc) : 0);
@@ -146,9 +146,10 @@ struct StagedRows {
     const X* x;
     const T *dy, *gate;
   };
-  __device__ __forceinline__ Arrays arrays_at(int stage) const {
-    if constexpr (Variant::kIsGated) return {staged<kX>(stage), staged<kDy>(stage), staged<kGate>(stage)};
-    return {staged<kX>(stage), staged<kDy>(stage), nullptr};
+  __device__ __forceinline__ Arrays arrays_at(int stage_offset) const {
+    if constexpr (Variant::kIsGated)
+      return {staged<kX>(stage_offset), staged<kDy>(stage_offset), staged<kGate>(stage_offset)};
+    return {staged<kX>(stage_offset), staged<kDy>(stage_offset), nullptr};
   }
   // Reads elements [j, j + kStep) of a row: d (ScaledStatistics), and dn, the gradient of backward.cu's n.
   __device__ __forceinline__ void read(Acc (&d)[kStep], Acc (&dn)[kStep], const Columns& columns, const Arrays& from,
@@ -176,11 +177,11 @@ struct StagedRows {
 
   // Adds this thread's elements of a row to its sums, unless a second launch loads them. d must be 0 after the end,
   // where x and dy are 0: vectors get a mean of 0, and other mappings replace d.
-  __device__ __forceinline__ void sum_row(RowSums& sums, int stage, const ScaledStatistics& statistics,
+  __device__ __forceinline__ void sum_row(RowSums& sums, int stage_offset, const ScaledStatistics& statistics,
                                           const Acc (&weight)[kElements], int64_t sample) const {
     if (flags.has(kSecondLaunch)) return;
     const auto columns = this->columns.recomputed();
-    const Arrays from = arrays_at(stage);
+    const Arrays from = arrays_at(stage_offset);
     const auto add = [&](auto has_end) {  // whether d after the end must be replaced
 #pragma unroll
       for (int j = 0; j < kElements; j += kStep) {
@@ -206,7 +207,7 @@ struct StagedRows {
 
   // The means of a row from its sums over all columns.
   __device__ __forceinline__ RowMeans compute_means(const RowSums& sums, Acc rstd) const {
-    const Divisor<Acc>& cols = plan.cols;
+    const FloatDivisor<Acc>& cols = plan.cols;
     const Acc xhat = cols.divide(sums[0]) * rstd, g = cols.divide(sums[1]), g_xhat = cols.divide(sums[2]) * rstd;
     if (flags.has(kRms)) return {0, 0, g_xhat};
     return {xhat, g, g_xhat - xhat * g};
@@ -216,15 +217,16 @@ struct StagedRows {
   // even if the call does not need them, because a branch costs more. Columns after the end are never stored.
   template <class HasGradSum>
   __device__ __forceinline__ void store_gradients(HasGradSum has_grad_sum, Acc (&dw)[kElements], Acc (&db)[kElements],
-                                                  int stage, const ScaledStatistics& statistics, const RowMeans& means,
-                                                  const Acc (&weight)[kElements], int64_t sample) const {
+                                                  int stage_offset, const ScaledStatistics& statistics,
+                                                  const RowMeans& means, const Acc (&weight)[kElements],
+                                                  int64_t sample) const {
     const auto columns = this->columns.recomputed();
-    const Arrays from = arrays_at(stage);
-    X* const dx = keep_in_register(header(stage).dx);
+    const Arrays from = arrays_at(stage_offset);
+    X* const dx = keep_in_register(header(stage_offset).dx);
     const int stored_cols = dx == nullptr ? 0 : block_cols;
     Vector<X, kStep> grad_sum[kElements / kStep];
     const auto load_grad_sum = [&](int j) {
-      grad_sum[j / kStep] = columns.template load_global<kStep>(header(stage).grad_sum, j, stored_cols);
+      grad_sum[j / kStep] = columns.template load_global<kStep>(header(stage_offset).grad_sum, j, stored_cols);
     };
     if (kLoadsGradSumFirst && has_grad_sum) {
 #pragma unroll
@@ -246,7 +248,8 @@ struct StagedRows {
         widen(values, grad_sum[j / kStep]);
         for (int e = 0; e < kStep; ++e) dx_values[e] += values[e];
       }
-      if constexpr (Variant::kIsGated) backward_of_gate(dx_values, xhat, columns, from, stage, j, weight, sample);
+      if constexpr (Variant::kIsGated)
+        backward_of_gate(dx_values, xhat, columns, from, stage_offset, j, weight, sample);
       columns.store_global(dx, j, dx_values, stored_cols);
     }
   }
@@ -254,8 +257,8 @@ struct StagedRows {
  private:
   // Stores elements [j, j + kStep) of the gate's gradient. With gate_first, turns du, that of x * f(z), into dx.
   __device__ __forceinline__ void backward_of_gate(Acc (&du)[kStep], const Acc (&xhat)[kStep], const Columns& columns,
-                                                   const Arrays& from, int stage, int j, const Acc (&weight)[kElements],
-                                                   int64_t sample) const {
+                                                   const Arrays& from, int stage_offset, int j,
+                                                   const Acc (&weight)[kElements], int64_t sample) const {
     Acc x[kStep], dy[kStep], gate[kStep];
     columns.read_shared(x, from.x, j);
     columns.read_shared(dy, from.dy, j);
@@ -269,17 +272,18 @@ struct StagedRows {
         gate[e] = dy[e] * fma(xhat[e], weight[j + e], load_bias(columns.column(j + e), sample)) * activated.derivative;
       }
     }
-    T* const to = header(stage).grad_gate;
+    T* const to = header(stage_offset).grad_gate;
     columns.store_global(to, j, gate, to == nullptr ? 0 : block_cols);
   }
   // Returns a pointer to the first of this thread's elements of an array in a stage. If rows may be misaligned, the
   // copy begins at the multiple of 16 bytes before the row.
   template <StagedArray kArray>
-  __device__ __forceinline__ auto* staged(int stage) const {
+  __device__ __forceinline__ auto* staged(int stage_offset) const {
     constexpr int kBegin = kArray == kX ? 0 : kArray == kDy ? kDyBegin : kGateBegin;
     int offset = 0;
-    if constexpr (Variant::kMapping != Mapping::kVectors) offset = header(stage).misalignments[kArray];
-    return columns.template staged_elements<std::conditional_t<kArray == kX, X, T>>(shared + stage + kBegin, offset);
+    if constexpr (Variant::kMapping != Mapping::kVectors) offset = header(stage_offset).misalignments[kArray];
+    return columns.template staged_elements<std::conditional_t<kArray == kX, X, T>>(shared + stage_offset + kBegin,
+                                                                                    offset);
   }
 };
 

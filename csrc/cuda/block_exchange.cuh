@@ -36,33 +36,33 @@ class BlockExchange {
   __device__ __forceinline__ BlockExchange(Memory& memory, void* workspace, int row_blocks, Flags flags)
       : memory_(memory), workspace_(static_cast<PartialResult*>(workspace)), row_blocks_(row_blocks), flags_(flags) {}
 
-  // Sends the block's result for the row of this round to the row's blocks. All threads of the block call this.
-  __device__ __forceinline__ void send(const PartialResult& result, int round) const {
+  // Sends the block's result for the row of this iteration to the row's blocks. All threads of the block call this.
+  __device__ __forceinline__ void send(const PartialResult& result, int iteration) const {
     const int block = blockIdx.x, thread = recompute_from(static_cast<int>(threadIdx.x));
     if (flags_.has(kClusterSharesRow)) {
-      auto& barrier = memory_.barriers[round % kBuffers];
+      auto& barrier = memory_.barriers[iteration % kBuffers];
       if (thread == 0) barrier.expect(row_blocks_ * sizeof(PartialResult));
-      if (thread < row_blocks_) barrier.store(memory_.results[round % kBuffers][block], result, thread);
+      if (thread < row_blocks_) barrier.store(memory_.results[iteration % kBuffers][block], result, thread);
     } else if (flags_.has(kFirstLaunch) && thread == 0) {
-      for (int k = 0; k < 3; ++k) workspace_[row_begin(round) + block][k] = result[k];
+      for (int k = 0; k < 3; ++k) workspace_[row_begin(iteration) + block][k] = result[k];
     }
   }
   // Waits for the results of all blocks of the row, and returns them in the order of the blocks.
-  __device__ __forceinline__ const PartialResult* receive(int round) const {
-    if (flags_.has(kSecondLaunch)) return workspace_ + row_begin(round);
-    memory_.barriers[round % kBuffers].wait(round / kBuffers);
-    return memory_.results[round % kBuffers];
+  __device__ __forceinline__ const PartialResult* receive(int iteration) const {
+    if (flags_.has(kSecondLaunch)) return workspace_ + row_begin(iteration);
+    memory_.barriers[iteration % kBuffers].wait(iteration / kBuffers);
+    return memory_.results[iteration % kBuffers];
   }
 
-  // The workspace of two launches whose blocks have `rounds` rounds.
-  static int64_t workspace_bytes(dim3 grid, int64_t rounds) {
-    return rounds * grid.y * grid.x * static_cast<int64_t>(sizeof(PartialResult));
+  // The workspace of two launches whose blocks have `iterations` iterations.
+  static int64_t workspace_bytes(dim3 grid, int64_t iterations) {
+    return iterations * grid.y * grid.x * static_cast<int64_t>(sizeof(PartialResult));
   }
 
  private:
-  // Where the workspace has the results of a row: [round, blockIdx.y, blockIdx.x].
-  __device__ __forceinline__ static int64_t row_begin(int round) {
-    return (int64_t{recompute_from(round)} * gridDim.y + blockIdx.y) * gridDim.x;
+  // Where the workspace has the results of a row: [iteration, blockIdx.y, blockIdx.x].
+  __device__ __forceinline__ static int64_t row_begin(int iteration) {
+    return (int64_t{recompute_from(iteration)} * gridDim.y + blockIdx.y) * gridDim.x;
   }
 
   Memory& memory_;

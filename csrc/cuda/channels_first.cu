@@ -19,7 +19,7 @@
 namespace layernorm::cuda {
 
 struct ChannelsFirstPlan : GradientPlan {  // forward uses only flags and rows_per_sample of GradientPlan
-  Divisor<double> channels;
+  FloatDivisor<double> channels;
   bool staged;  // a tile fits into shared memory
 };
 
@@ -89,7 +89,7 @@ __device__ __forceinline__ void for_each_vector(void* shared, const View& view, 
   constexpr int kVectors = kWarpSize / kVectorSize<E>;  // of a channel
   const int pixel = threadIdx.x % kVectors * kVectorSize<E>;
   if (first + pixel >= end) return;
-  const Channels<E> global(view, find_sample(first + pixel, p.samples > 1, plan.rows_per_sample));
+  const Channels<E> global(view, split_row_number(first + pixel, p.samples > 1, plan.rows_per_sample));
   auto* staged = static_cast<Pixels*>(shared) + threadIdx.x;
 #pragma unroll 4
   for (int64_t c = threadIdx.x / kVectors; c < p.cols; c += kThreads / kVectors, staged += kThreads) {
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfForward)
   const int lane = threadIdx.x % kWarpSize;
   const int64_t first = int64_t{blockIdx.x} * kWarpSize, end = p.samples * p.rows;  // pixels
   const bool exists = first + lane < end;
-  const RowIndex pixel = find_sample(exists ? first + lane : 0, flags.has(kHasSamples), plan.rows_per_sample);
+  const RowIndex pixel = split_row_number(exists ? first + lane : 0, flags.has(kHasSamples), plan.rows_per_sample);
   const int64_t channels = exists ? p.cols : 0;
   extern __shared__ __align__(16) unsigned char shared[];  // x [channels, kWarpSize]
   const Channels<T> staged_x(reinterpret_cast<T*>(shared) + lane, kWarpSize);
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfBackward)
   // or stores them if the tile is the first one. The segment ends before `end`; lanes without a pixel add 0.
   const auto process_tile = [&](int64_t first, int64_t end, int64_t segment, bool is_first) {
     const bool exists = first + lane < end;
-    const RowIndex pixel = find_sample(exists ? first + lane : 0, p.samples > 1, plan.rows_per_sample);
+    const RowIndex pixel = split_row_number(exists ? first + lane : 0, p.samples > 1, plan.rows_per_sample);
     const Channels<T> global_dy(p.grad_output, pixel), dy = staged ? staged_dy : global_dy;
     const Channels<T> global_x(p.input, pixel), x = staged ? staged_x : global_x;
     const Channels<T> global_dx(p.grad_input, pixel), dx = aligned ? staged_x : global_dx;
@@ -302,8 +302,8 @@ bool is_aligned(const Params& p, const View& view) {
 template <class P>
 ChannelsFirstPlan make_plan(const P& p, bool are_aligned, int64_t bytes_per_channel, LaunchConfig& config) {
   ChannelsFirstPlan plan = {};
-  plan.rows_per_sample = FastDivisor(p.rows);
-  plan.channels = Divisor<double>(p.cols);
+  plan.rows_per_sample = IntegerDivisor(p.rows);
+  plan.channels = FloatDivisor<double>(p.cols);
   const int64_t bytes = p.cols * kWarpSize * bytes_per_channel;
   plan.staged = bytes <= std::min(kMaxStagedBytes, static_cast<int64_t>(max_shared_memory(config)) - kStaticShared);
   plan.flags = make_flags(p);
@@ -331,7 +331,7 @@ void channels_first_backward(const BackwardParams& p) {
   dispatch_dtypes_of_images<Elements>(p, [&](auto types) {
     const auto kernel = channels_first_backward<typename decltype(types)::T>;
     const int64_t resident = resident_blocks(config, kernel);
-    plan.set_segments(p, kWarpSize, resident, /*min_rounds=*/4);
+    plan.set_segments(p, kWarpSize, resident, /*min_iterations=*/4);
     plan.num_weight_partials = p.grad_weight.data ? plan.num_segments : 0;  // this kernel stores no gradient
     plan.num_bias_partials = p.grad_bias.data ? plan.num_segments : 0;
     config.grid = static_cast<unsigned>(std::min(plan.num_segments, resident));

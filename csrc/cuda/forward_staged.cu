@@ -3,15 +3,16 @@
 //
 //   fetch(): global memory -> stage -> compute_moments(): x, moments -> [exchange, merge()] -> store_output(): y
 //
-// Blocks are persistent. In each round, a block takes rows_per_round rows: one, or as many as its groups of lanes. A
-// block with blockIdx.x = b has the columns [b * block_cols, (b + 1) * block_cols) of its rows, and a thread 16 of
-// these in all rounds (thread_columns.cuh), whose weights and biases it keeps in registers. Each warp has a ring of up
-// to three stages in shared memory: one is read, twice, while asynchronous copies (cp.async) fill the others with the
-// rows of the next rounds. 2 * samples * rows * cols * sizeof(T) bytes are moved; with a residual also those of the
-// residual and the sum, which replaces it in the stage. The input_scale is read from the caches for each row.
+// Blocks are persistent. In each iteration, a block takes rows_per_iteration rows: one, or as many as its groups of
+// lanes. A block with blockIdx.x = b has the columns [b * block_cols, (b + 1) * block_cols) of its rows, and a thread
+// 16 of these in all iterations (thread_columns.cuh), whose weights and biases it keeps in registers. Each warp has a
+// ring of up to three stages in shared memory: one is read, twice, while asynchronous copies (cp.async) fill the others
+// with the rows of the next iterations. 2 * samples * rows * cols * sizeof(T) bytes are moved; with a residual also
+// those of the residual and the sum, which replaces it in the stage. The input_scale is read from the caches for each
+// row.
 //
 // A block has one barrier per row, and a cluster one exchange of moments. A cluster stores the output of a row one
-// round after it has summed it (`lag`), so that the exchange travels while the next row is summed: its first warp
+// iteration after it has summed it (`lag`), so that the exchange travels while the next row is summed: its first warp
 // merges the moments of the last row before the barrier that the sums of this row need.
 //
 // The gate z of a gated norm is staged like the input beside a residual: 3 * samples * rows * cols * sizeof(T) bytes
@@ -26,11 +27,11 @@ namespace layernorm::cuda {
 
 // The arguments of forward_staged that the host computes from ForwardParams.
 struct StagedPlan : ForwardPlan, RowDivision {
-  int stages, stage_bytes;                                   // per warp
-  int rows_per_round, rounds;                                // per block
-  int lag;                                                   // rounds from a row's sums to its output: 0 or 1
-  void* workspace;                                           // of BlockExchange
-  Divisor<Acc> block_cols_divisor, last_block_cols_divisor;  // the columns of a row's blocks, and of the last one
+  int stages, stage_bytes;                                        // per warp
+  int rows_per_iteration, iterations;                             // per block
+  int lag;                                                        // iterations from a row's sums to its output: 0 or 1
+  void* workspace;                                                // of BlockExchange
+  FloatDivisor<Acc> block_cols_divisor, last_block_cols_divisor;  // the columns of a row's blocks, and of the last one
 };
 
 namespace {
@@ -44,7 +45,7 @@ constexpr int64_t kPreferredWarps = 8;
 // The part of a stage before the elements of a row: the addresses of its results, and a copy of the first vector of the
 // block, because every warp estimates the mean from it. A vector that is not aligned takes two granules of 16 bytes.
 template <class T, class X>
-struct alignas(16) RowHeader {
+struct alignas(16) ForwardRowHeader {
   unsigned char x[32], input_or_gate[32];
   int64_t row_number;  // among all samples * rows; -1 if the row does not exist
   T* output;
@@ -54,15 +55,15 @@ struct alignas(16) RowHeader {
 
 // ---- rows in shared memory ------------------------------------------------------------------------------------------
 
-// A thread's work on its columns of the staged rows. `stage` is the byte offset of a stage in the warp's ring:
+// A thread's work on its columns of the staged rows. `stage_offset` is the byte offset of a stage in the warp's ring:
 //
 //   [ headers of the warp's rows | x | with a residual the input, or the gate ]
 //
 // x, of X, is the input or, with a residual, first the residual and then the sum. Other arrays are of T.
 template <class T, class X, class Variant>
-struct StagedRows {
+struct ForwardStagedRows {
   using Columns = ThreadColumns<X, Variant::kMapping, Variant::kLanes>;
-  using Header = RowHeader<T, X>;
+  using Header = ForwardRowHeader<T, X>;
   static constexpr int kElements = Columns::kElements, kVec = Columns::kVec;
   static constexpr int kStep = Variant::kIsGeneral ? std::min(kVec, 4) : kVec;  // elements processed together
 
@@ -85,29 +86,31 @@ struct StagedRows {
     return Variant::kRowSpansWarps ? 1 : kWarpSize / columns.row_lanes();
   }
   // The parts of a stage: the header of this thread's row, and the arrays of the warp's rows.
-  __device__ __forceinline__ Header& header(int stage) const {
-    return reinterpret_cast<Header*>(shared + stage)[Variant::kRowSpansWarps ? 0 : columns.row_in_warp];
+  __device__ __forceinline__ Header& header(int stage_offset) const {
+    return reinterpret_cast<Header*>(shared + stage_offset)[Variant::kRowSpansWarps ? 0 : columns.row_in_warp];
   }
-  __device__ __forceinline__ unsigned char* x_at(int stage) const { return shared + stage + x_begin(rows_per_warp()); }
-  __device__ __forceinline__ unsigned char* input_or_gate_at(int stage) const {
-    return x_at(stage) + Columns::template staged_bytes<X>(rows_per_warp());
+  __device__ __forceinline__ unsigned char* x_at(int stage_offset) const {
+    return shared + stage_offset + x_begin(rows_per_warp());
+  }
+  __device__ __forceinline__ unsigned char* input_or_gate_at(int stage_offset) const {
+    return x_at(stage_offset) + Columns::template staged_bytes<X>(rows_per_warp());
   }
 
   // Starts to copy the warp's columns of a row to a stage, or zeros if the row does not exist, and writes its header.
-  __device__ __forceinline__ void fetch(int64_t row_number, bool exists, int stage) const {
+  __device__ __forceinline__ void fetch(int64_t row_number, bool exists, int stage_offset) const {
     const int cols = exists ? block_cols : 0;
     using Index = typename Variant::Index;
     const Index row = exists ? static_cast<Index>(row_number) : 0;
     const bool has_samples = flags.has(kHasSamples);
     with_row_addresses<Variant::kIsGeneral>(row, has_samples, plan.rows_per_sample, [&](const auto& address_in) {
-      Header& to = header(stage);
+      Header& to = header(stage_offset);
       const X* const x = address_in(flags.has(kResidual) ? p.residual : p.input, X(), plan.x_stride) + block_begin;
-      columns.fetch(x_at(stage), x, cols);
+      columns.fetch(x_at(stage_offset), x, cols);
       fetch_first_vector(to.x, x, cols);
       const T* const input_or_gate =
           address_in(Variant::kIsGated ? p.gate : p.input, T(), plan.input_stride) + block_begin;
       if (Variant::kIsGated || flags.has(kResidual)) {
-        columns.fetch(input_or_gate_at(stage), input_or_gate, cols);
+        columns.fetch(input_or_gate_at(stage_offset), input_or_gate, cols);
         fetch_first_vector(to.input_or_gate, input_or_gate, cols);
       }
       if (columns.lane_in_row > 0) return;
@@ -129,33 +132,35 @@ struct StagedRows {
   }
 
   // This thread's element 0 of the arrays in a stage.
-  __device__ __forceinline__ X* staged_x(int stage) const {
-    return columns.template staged_elements<X>(x_at(stage), header(stage).x_misalignment);
+  __device__ __forceinline__ X* staged_x(int stage_offset) const {
+    return columns.template staged_elements<X>(x_at(stage_offset), header(stage_offset).x_misalignment);
   }
-  __device__ __forceinline__ T* staged_input_or_gate(const Columns& columns, int stage) const {
-    return columns.template staged_elements<T>(input_or_gate_at(stage), header(stage).input_or_gate_misalignment);
+  __device__ __forceinline__ T* staged_input_or_gate(const Columns& columns, int stage_offset) const {
+    return columns.template staged_elements<T>(input_or_gate_at(stage_offset),
+                                               header(stage_offset).input_or_gate_misalignment);
   }
   // The input_scale of one of the block's columns; zero after the end.
   __device__ __forceinline__ Acc load_input_scale(int64_t sample, int column) const {
     return column < block_cols ? load_weight_element<T>(p.input_scale, sample, block_begin + column, flags) : 0;
   }
-  __device__ __forceinline__ bool row_exists(int stage) const { return header(stage).row_number >= 0; }
+  __device__ __forceinline__ bool row_exists(int stage_offset) const { return header(stage_offset).row_number >= 0; }
   // The staged row's sample, and its index there. A row that does not exist (-1) gets row 0, and is not stored.
-  __device__ __forceinline__ RowIndex find_row(int stage) const {
-    return find_sample(max(header(stage).row_number, int64_t{0}), flags.has(kHasSamples), plan.rows_per_sample);
+  __device__ __forceinline__ RowIndex row_index(int stage_offset) const {
+    return split_row_number(max(header(stage_offset).row_number, int64_t{0}), flags.has(kHasSamples),
+                            plan.rows_per_sample);
   }
   // Replaces the staged residual by the sum x: residual + input, or residual + input_scale * input.
-  __device__ __forceinline__ void add_input_to_residual(int stage) const {
+  __device__ __forceinline__ void add_input_to_residual(int stage_offset) const {
     const auto columns = this->columns.recomputed();
-    X* const x = staged_x(stage);
-    const T* const input = staged_input_or_gate(columns, stage);
+    X* const x = staged_x(stage_offset);
+    const T* const input = staged_input_or_gate(columns, stage_offset);
 #pragma unroll
     for (int j = 0; j < kElements; j += kStep) {
       Acc a[kStep], b[kStep];
       columns.read_shared(a, x, j);
       columns.read_shared(b, input, j);
       if (flags.has(kInputScale)) {
-        const int64_t sample = find_row(stage).sample;
+        const int64_t sample = row_index(stage_offset).sample;
         for (int e = 0; e < kStep; ++e) a[e] = fma(load_input_scale(sample, columns.column(j + e)), b[e], a[e]);
       } else {
         for (int e = 0; e < kStep; ++e) a[e] += b[e];
@@ -164,26 +169,26 @@ struct StagedRows {
     }
   }
   // Reads what a gated norm normalizes: the input, or with gate_first input * f(gate), which is not rounded.
-  __device__ __forceinline__ void read_norm_input(Acc (&v)[kElements], int stage) const {
+  __device__ __forceinline__ void read_norm_input(Acc (&v)[kElements], int stage_offset) const {
     const auto columns = this->columns.recomputed();
-    const X* const x = staged_x(stage);
+    const X* const x = staged_x(stage_offset);
 #pragma unroll
     for (int j = 0; j < kElements; j += kStep) {
       Acc a[kStep];
       columns.read_shared(a, x, j);
-      if (flags.has(kGateFirst)) apply_gate(a, columns, stage, j);
+      if (flags.has(kGateFirst)) apply_gate(a, columns, stage_offset, j);
       for (int e = 0; e < kStep; ++e) v[j + e] = a[e];
     }
   }
   // Multiplies elements [j, j + kStep) by the activated gate.
-  __device__ __forceinline__ void apply_gate(Acc (&v)[kStep], const Columns& columns, int stage, int j) const {
+  __device__ __forceinline__ void apply_gate(Acc (&v)[kStep], const Columns& columns, int stage_offset, int j) const {
     Acc gate[kStep];
-    columns.read_shared(gate, staged_input_or_gate(columns, stage), j);
+    columns.read_shared(gate, staged_input_or_gate(columns, stage_offset), j);
     for (int e = 0; e < kStep; ++e) v[e] *= Activated(gate[e], flags).value;
   }
   // The average of the block's first vector, an estimate of the mean. Elements after the end are zeros.
-  __device__ __forceinline__ Acc estimate_mean(int stage) const {
-    const Header& from = header(stage);
+  __device__ __forceinline__ Acc estimate_mean(int stage_offset) const {
+    const Header& from = header(stage_offset);
     Acc v[kVec];
     read_first_vector<X>(v, from.x, from.x_misalignment);
     if (Variant::kIsGated && flags.has(kGateFirst)) {
@@ -195,7 +200,7 @@ struct StagedRows {
       Acc input[kVec];
       read_first_vector<T>(input, from.input_or_gate, from.input_or_gate_misalignment);
       if (flags.has(kInputScale)) {
-        const int64_t sample = find_row(stage).sample;
+        const int64_t sample = row_index(stage_offset).sample;
         for (int e = 0; e < kVec; ++e) input[e] *= load_input_scale(sample, e);
       }
       for (int e = 0; e < kVec; ++e) v[e] = static_cast<Acc>(static_cast<X>(v[e] + input[e]));
@@ -216,16 +221,16 @@ struct StagedRows {
   // Computes x in the stage, and the moments of the block's columns, which a second launch loads instead. Gated norms
   // set norm_input to what is normalized; others do not use it. sum_over_row() explains `buffer` and before_barrier().
   template <class F>
-  __device__ __forceinline__ Moments compute_moments(Acc (&norm_input)[kElements], int stage,
-                                                     const Divisor<Acc>& block_cols_divisor, int& buffer,
+  __device__ __forceinline__ Moments compute_moments(Acc (&norm_input)[kElements], int stage_offset,
+                                                     const FloatDivisor<Acc>& block_cols_divisor, int& buffer,
                                                      const F& before_barrier) const {
-    if (flags.has(kResidual)) add_input_to_residual(stage);
-    if constexpr (Variant::kIsGated) read_norm_input(norm_input, stage);
+    if (flags.has(kResidual)) add_input_to_residual(stage_offset);
+    if constexpr (Variant::kIsGated) read_norm_input(norm_input, stage_offset);
     Moments moments[1] = {};
     if (flags.has(kSecondLaunch)) return moments[0];
     const bool rms = flags.has(kRms);
-    const Acc centers[1] = {rms ? 0 : estimate_mean(stage)};
-    const X* const x = staged_x(stage);
+    const Acc centers[1] = {rms ? 0 : estimate_mean(stage_offset)};
+    const X* const x = staged_x(stage_offset);
     reduce_moments(
         moments, centers, plan.row_threads, block_cols_divisor, rms, buffer,
         [&](Acc(&sums)[2]) { sum_moments(sums, x, norm_input, moments[0]); }, before_barrier);
@@ -259,12 +264,12 @@ struct StagedRows {
   // Stores this thread's columns of the output and, with a residual, of the sum, unless the row does not exist.
   __device__ __forceinline__ void store_output(const Normalizer& normalizer, const Acc (&norm_input)[kElements],
                                                const Acc (&weight)[kElements], const Acc (&bias)[kElements],
-                                               int stage) const {
+                                               int stage_offset) const {
     const auto columns = this->columns.recomputed();
-    const int cols = row_exists(stage) ? block_cols : 0;
-    const X* const x = staged_x(stage);
-    T* const output = keep_in_register(header(stage).output);
-    X* const sum = keep_in_register(header(stage).sum);
+    const int cols = row_exists(stage_offset) ? block_cols : 0;
+    const X* const x = staged_x(stage_offset);
+    T* const output = keep_in_register(header(stage_offset).output);
+    X* const sum = keep_in_register(header(stage_offset).sum);
 #pragma unroll
     for (int j = 0; j < kElements; j += kStep) {
       Acc v[kStep];
@@ -272,7 +277,7 @@ struct StagedRows {
       // The sum may replace the residual, whose first vector all warps of the block have read before the sums.
       if (flags.has(kResidual)) columns.store_global(sum, j, v, cols);
       for (int e = 0; e < kStep; ++e) v[e] = fma(normalizer.xhat(v[e]), weight[j + e], bias[j + e]);
-      if (Variant::kIsGated && !flags.has(kGateFirst)) apply_gate(v, columns, stage, j);
+      if (Variant::kIsGated && !flags.has(kGateFirst)) apply_gate(v, columns, stage_offset, j);
       columns.store_global(output, j, v, cols);
     }
   }
@@ -303,7 +308,7 @@ constexpr int kResidentThreads = 640;
 template <class T, class X, class Variant>
 __global__ void __launch_bounds__(Variant::kIsGeneral ? kMaxBlockThreads : kResidentThreads, Variant::kIsGeneral)
     forward_staged(const ForwardParams p, const StagedPlan plan) {
-  using Rows = StagedRows<T, X, Variant>;
+  using Rows = ForwardStagedRows<T, X, Variant>;
   constexpr int kElements = Rows::kElements;
   const Flags flags = supported_flags<Variant>(plan.flags);
   // The shuffle tells the compiler that all lanes of a warp have the same value.
@@ -317,17 +322,18 @@ __global__ void __launch_bounds__(Variant::kIsGeneral ? kMaxBlockThreads : kResi
   const Rows rows{p, plan, flags, columns, block_begin, block_cols, shared + warp * plan.stages * plan.stage_bytes};
 
   // The block's rows are [first_row, end_row). Copies run ahead by the number of stages.
-  const int64_t rows_per_block = int64_t{plan.rounds} * plan.rows_per_round, first_row = blockIdx.y * rows_per_block;
+  const int64_t rows_per_block = int64_t{plan.iterations} * plan.rows_per_iteration,
+                first_row = blockIdx.y * rows_per_block;
   const int64_t end_row = min(first_row + rows_per_block, p.samples * p.rows);
   int64_t fetched_row = first_row + (row_fits_warp ? warp * (kWarpSize / plan.row_threads) + columns.row_in_warp : 0);
-  const auto fetch_next = [&](int stage) {
-    rows.fetch(fetched_row, fetched_row < end_row, stage);
-    fetched_row += plan.rows_per_round;
+  const auto fetch_next = [&](int stage_offset) {
+    rows.fetch(fetched_row, fetched_row < end_row, stage_offset);
+    fetched_row += plan.rows_per_iteration;
     async_commit();
   };
   const int ring_end = plan.stages * plan.stage_bytes;
 #pragma unroll 1
-  for (int stage = 0; stage < ring_end; stage += plan.stage_bytes) fetch_next(stage);
+  for (int stage_offset = 0; stage_offset < ring_end; stage_offset += plan.stage_bytes) fetch_next(stage_offset);
   __shared__ BlockExchange::Memory exchange_memory;
   const BlockExchange exchange(exchange_memory, plan.workspace, plan.row_blocks, flags);
   if (flags.has(kClusterSharesRow)) {
@@ -337,67 +343,70 @@ __global__ void __launch_bounds__(Variant::kIsGeneral ? kMaxBlockThreads : kResi
 
   // The first warp merges the moments of the row's blocks for its block. Two buffers take turns: all warps read one of
   // them between the barrier of a row and that of the next row, while the first warp may write the other one.
-  __shared__ Normalizer merged[2];
-  const auto merge = [&](int round, int stage) {
+  __shared__ Normalizer merged_normalizers[2];
+  const auto merge = [&](int iteration, int stage_offset) {
     if (warp != 0) return;
-    const Moments moments = merge_blocks(exchange.receive(round), plan.row_blocks, plan.block_cols_divisor.value,
+    const Moments moments = merge_blocks(exchange.receive(iteration), plan.row_blocks, plan.block_cols_divisor.value,
                                          plan.last_block_cols_divisor.value, plan.cols);
     const Normalizer normalizer(moments, plan);
     if (columns.lane_in_warp > 0) return;
-    merged[round % 2] = normalizer;
-    if (blockIdx.x == 0 && rows.row_exists(stage)) normalizer.store_statistics(p, plan, rows.find_row(stage));
+    merged_normalizers[iteration % 2] = normalizer;
+    if (blockIdx.x == 0 && rows.row_exists(stage_offset))
+      normalizer.store_statistics(p, plan, rows.row_index(stage_offset));
   };
 
-  const Divisor<Acc> block_cols_divisor =
+  const FloatDivisor<Acc> block_cols_divisor =
       static_cast<int>(blockIdx.x) + 1 == plan.row_blocks ? plan.last_block_cols_divisor : plan.block_cols_divisor;
   Acc weight[kElements], bias[kElements];
   int64_t sample = -1;  // of weight and bias
   const int lag = Variant::kIsGated ? 0 : plan.lag;
-  int buffer = 0, stage = 0;
+  int buffer = 0, stage_offset = 0;
 #pragma unroll 1
-  for (int round = 0; round < plan.rounds + lag; ++round) {
-    // A round sums the row in `stage` and stores the output of the one in finished_stage, the same or that of the last
-    // round. With a lag, the first round stores nothing, and one more round at the end sums nothing.
+  for (int iteration = 0; iteration < plan.iterations + lag; ++iteration) {
+    // An iteration sums the row in `stage_offset` and stores the output of the one in finished_offset, the same or that
+    // of the last iteration. With a lag, the first iteration stores nothing, and one more iteration at the end sums
+    // nothing.
     wait_for_stage<kMaxStages>(plan.stages - lag);
-    const int finished_stage = lag == 0 || round == 0 ? stage : (stage == 0 ? ring_end : stage) - plan.stage_bytes;
-    const bool sums_row = round < plan.rounds, stores_row = round >= lag && !flags.has(kFirstLaunch);
+    const int finished_offset =
+        lag == 0 || iteration == 0 ? stage_offset : (stage_offset == 0 ? ring_end : stage_offset) - plan.stage_bytes;
+    const bool sums_row = iteration < plan.iterations, stores_row = iteration >= lag && !flags.has(kFirstLaunch);
     Acc norm_input[kElements];
     Moments moments = {};
     if (sums_row) {
-      moments = rows.compute_moments(norm_input, stage, block_cols_divisor, buffer, [&] {
-        if (lag > 0 && round > 0) merge(round - 1, finished_stage);
+      moments = rows.compute_moments(norm_input, stage_offset, block_cols_divisor, buffer, [&] {
+        if (lag > 0 && iteration > 0) merge(iteration - 1, finished_offset);
       });
       if (shares_row) {
-        PartialResult packed;
-        pack(packed, moments);
-        exchange.send(packed, round);
+        PartialResult encoded;
+        encode(encoded, moments);
+        exchange.send(encoded, iteration);
       }
     }
     if (stores_row) {
-      if (const int64_t next_sample = rows.find_row(finished_stage).sample; next_sample != sample) {
+      if (const int64_t next_sample = rows.row_index(finished_offset).sample; next_sample != sample) {
         sample = next_sample;
         columns.template load_weights<T>(weight, p.weight, {sample, 0}, block_begin, block_cols, flags, kWeight, 1);
         columns.template load_weights<T>(bias, p.bias, {sample, 0}, block_begin, block_cols, flags, kBias, 0);
       }
       if (shares_row) {
         if (lag == 0 || !sums_row) {
-          merge(round - lag, finished_stage);
+          merge(iteration - lag, finished_offset);
           __syncthreads();
         }
-        rows.store_output(merged[(round - lag) % 2], norm_input, weight, bias, finished_stage);
+        rows.store_output(merged_normalizers[(iteration - lag) % 2], norm_input, weight, bias, finished_offset);
       } else {
         const Normalizer normalizer(moments, plan);
-        if (columns.lane_in_row == 0 && (row_fits_warp || warp == 0) && rows.row_exists(finished_stage)) {
-          normalizer.store_statistics(p, plan, rows.find_row(finished_stage));
+        if (columns.lane_in_row == 0 && (row_fits_warp || warp == 0) && rows.row_exists(finished_offset)) {
+          normalizer.store_statistics(p, plan, rows.row_index(finished_offset));
         }
-        rows.store_output(normalizer, norm_input, weight, bias, finished_stage);
+        rows.store_output(normalizer, norm_input, weight, bias, finished_offset);
       }
     }
-    if (round >= lag) {
+    if (iteration >= lag) {
       __syncwarp();
-      fetch_next(finished_stage);
+      fetch_next(finished_offset);
     }
-    stage = stage + plan.stage_bytes == ring_end ? 0 : stage + plan.stage_bytes;
+    stage_offset = stage_offset + plan.stage_bytes == ring_end ? 0 : stage_offset + plan.stage_bytes;
   }
   async_wait<0>();  // before the block returns
 }
@@ -418,9 +427,9 @@ Launch plan_stages(const ForwardParams& p, StagedPlan plan) {
   config.stream = static_cast<Stream>(p.stream);
   config.cluster = plan.flags.has(kClusterSharesRow) ? static_cast<unsigned>(plan.row_blocks) : 1;
   config.block = static_cast<unsigned>(plan.row_fits_warp ? kThreadsOfShortRows : plan.row_threads);
-  plan.rows_per_round = static_cast<int>(config.block.x) / plan.row_threads;
+  plan.rows_per_iteration = static_cast<int>(config.block.x) / plan.row_threads;
   plan.stage_bytes =
-      StagedRows<T, X, Variant>::stage_bytes(plan.row_fits_warp ? kWarpSize / plan.row_threads : 1, plan.flags);
+      ForwardStagedRows<T, X, Variant>::stage_bytes(plan.row_fits_warp ? kWarpSize / plan.row_threads : 1, plan.flags);
   constexpr size_t kMaxStaticShared = 1536;  // at least the static shared memory of the kernel
   plan.stages = kMaxStages + 1;
   do {
@@ -429,9 +438,10 @@ Launch plan_stages(const ForwardParams& p, StagedPlan plan) {
   plan.lag = config.cluster > 1 && plan.stages == kMaxStages && !Variant::kIsGated ? 1 : 0;
 
   const int64_t resident = std::max(resident_blocks(config, kernel) / plan.row_blocks, 1);
-  const int64_t rounds = ceil_div(p.samples * p.rows, plan.rows_per_round);
-  plan.rounds = static_cast<int>(ceil_div(rounds, std::min({rounds, resident, kMaxGridY})));
-  config.grid = dim3(static_cast<unsigned>(plan.row_blocks), static_cast<unsigned>(ceil_div(rounds, plan.rounds)));
+  const int64_t iterations = ceil_div(p.samples * p.rows, plan.rows_per_iteration);
+  plan.iterations = static_cast<int>(ceil_div(iterations, std::min({iterations, resident, kMaxGridY})));
+  config.grid =
+      dim3(static_cast<unsigned>(plan.row_blocks), static_cast<unsigned>(ceil_div(iterations, plan.iterations)));
   return {kernel, config, plan};
 }
 
@@ -441,8 +451,8 @@ Launch plan_launch(const ForwardParams& p) {
   StagedPlan plan = {};
   const bool byte_strides_fit = plan.initialize<T, X>(p);
   plan.divide<X>(p.cols, kPreferredWarps);
-  plan.block_cols_divisor = Divisor<Acc>(plan.block_cols);
-  plan.last_block_cols_divisor = Divisor<Acc>(p.cols - int64_t{plan.block_cols} * (plan.row_blocks - 1));
+  plan.block_cols_divisor = FloatDivisor<Acc>(plan.block_cols);
+  plan.last_block_cols_divisor = FloatDivisor<Acc>(p.cols - int64_t{plan.block_cols} * (plan.row_blocks - 1));
   plan.flags.set(kClusterSharesRow, plan.row_blocks > 1 && plan.row_blocks <= kMaxClusterSize &&
                                         has_clusters(LaunchConfig(), forward_staged<T, X, GeneralRows>));
   if constexpr (std::is_same_v<T, X>) {
@@ -462,7 +472,7 @@ void forward_staged(const ForwardParams& p) {
     using Types = decltype(types);
     auto [kernel, config, plan] = plan_launch<typename Types::T, typename Types::X>(p);
     if (plan.row_blocks > static_cast<int>(config.cluster)) {
-      plan.workspace = p.allocator->allocate(BlockExchange::workspace_bytes(config.grid, plan.rounds));
+      plan.workspace = p.allocator->allocate(BlockExchange::workspace_bytes(config.grid, plan.iterations));
     }
     launch_once_or_twice(config, kernel, p, plan);
   });

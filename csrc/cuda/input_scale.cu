@@ -85,8 +85,8 @@ __device__ __forceinline__ void compute_gradients(const BackwardParams& p, const
       // The thread's row i of kRowsInFlight. The address of a row that does not exist is valid.
       const auto exists = [&](int i) { return first + i * step < segment.rows; };
       const auto index = [&](int i) {
-        return find_sample(segment.first_row + first + (exists(i) ? i * step : 0), plan.flags.has(kHasSamples),
-                           plan.rows_per_sample);
+        return split_row_number(segment.first_row + first + (exists(i) ? i * step : 0), plan.flags.has(kHasSamples),
+                                plan.rows_per_sample);
       };
 #pragma unroll
       for (int i = 0; i < kRowsInFlight; ++i) {
@@ -185,11 +185,11 @@ InputScalePlan make_plan(const BackwardParams& p, LaunchConfig& config) {
   plan.flags.set(kGradInputScale, p.grad_input_scale.data);
   plan.flags.set(kInputScalePerSample, per_sample);
   const int64_t vectors = ceil_div(p.cols, vector), threads = std::min<int64_t>(vectors, kThreads);
-  const int64_t rows_per_round = std::min(kThreads / threads, per_sample ? p.rows : p.samples * p.rows);
-  config.block = dim3(static_cast<unsigned>(threads), static_cast<unsigned>(rows_per_round));
+  const int64_t rows_per_iteration = std::min(kThreads / threads, per_sample ? p.rows : p.samples * p.rows);
+  config.block = dim3(static_cast<unsigned>(threads), static_cast<unsigned>(rows_per_iteration));
   config.grid.x = static_cast<unsigned>(ceil_div(vectors, threads));
   const int64_t resident = std::max<int64_t>(resident_blocks(config, kernel_of(p.dtype)) / config.grid.x, 1);
-  plan.set_segments(p, rows_per_round * kRowsInFlight, resident, /*min_rounds=*/4);
+  plan.set_segments(p, rows_per_iteration * kRowsInFlight, resident, /*min_iterations=*/4);
   config.grid.y = static_cast<unsigned>(std::min(plan.num_segments, kMaxGridY));
   config.stream = static_cast<Stream>(p.stream);
   config.overlaps_previous = true;

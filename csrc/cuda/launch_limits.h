@@ -12,8 +12,8 @@ constexpr int64_t kMaxRegisterVectors = 2048;
 constexpr int64_t kMaxWarpVectors = 128;
 constexpr int64_t kMaxBlockVectors = 2048;
 
-// The most rounds of a block in backward for which one launch, without add_partials, is faster: see plan_launch().
-constexpr int64_t kFewRounds = 2;
+// The most iterations of a block in backward for which one launch, without add_partials, is faster: see plan_launch().
+constexpr int64_t kFewIterations = 2;
 
 // The most bytes of a staged tile of images (channels_first.cu), so that two blocks fit on a multiprocessor of an H100.
 // GPUs of compute capability 8.6, 8.9 and 12.0 have less shared memory.

@@ -121,14 +121,14 @@ inline Flags make_flags(const BackwardParams& p) {
 // ---- addresses of rows ----------------------------------------------------------------------------------------------
 
 // Divides integers >= 0 by a multiplication with a reciprocal from the host. A division would be a function call.
-class FastDivisor {
+class IntegerDivisor {
  public:
   struct Result {
     int64_t quotient, remainder;
   };
 
-  FastDivisor() = default;
-  explicit FastDivisor(int64_t divisor)
+  IntegerDivisor() = default;
+  explicit IntegerDivisor(int64_t divisor)
       : divisor_(divisor), reciprocal_(std::numeric_limits<uint64_t>::max() / static_cast<uint64_t>(divisor)) {}
 
   __host__ __device__ __forceinline__ int64_t divisor() const { return divisor_; }
@@ -156,7 +156,8 @@ struct RowIndex {
 };
 
 // Splits the number of a row among all samples * rows into its sample and its row in the sample.
-__device__ __forceinline__ RowIndex find_sample(int64_t row, bool has_samples, const FastDivisor& rows_per_sample) {
+__device__ __forceinline__ RowIndex split_row_number(int64_t row, bool has_samples,
+                                                     const IntegerDivisor& rows_per_sample) {
   if (!has_samples) return {0, row};
   const auto [sample, row_in_sample] = rows_per_sample.divide(row);
   return {sample, row_in_sample};
@@ -192,10 +193,10 @@ constexpr int64_t kMaxRowNumber = std::numeric_limits<int>::max() / 2;
 // Calls f(address_in), where address_in(view, E(), byte_stride) returns the address of row `number` in an array of E:
 // by its ByteStride if possible, else by address(). The choice is made once, around all arrays.
 template <bool kIsGeneral, class Index, class F>
-__device__ __forceinline__ void with_row_addresses(Index number, bool has_samples, const FastDivisor& rows_per_sample,
-                                                   const F& f) {
+__device__ __forceinline__ void with_row_addresses(Index number, bool has_samples,
+                                                   const IntegerDivisor& rows_per_sample, const F& f) {
   if (kIsGeneral || has_samples) {
-    const RowIndex index = find_sample(number, has_samples, rows_per_sample);
+    const RowIndex index = split_row_number(number, has_samples, rows_per_sample);
     f([&](const View& view, auto element, const ByteStride&) { return address<decltype(element)>(view, index); });
   } else {
     f([&](const View& view, auto element, const ByteStride& stride) {
@@ -206,9 +207,9 @@ __device__ __forceinline__ void with_row_addresses(Index number, bool has_sample
 
 // ---- weight gradients -----------------------------------------------------------------------------------------------
 
-// Rounds over which a thread of backward sums its columns in registers. Longer sums in float would round too much. In a
-// round, a block takes rows_per_round rows: one, or one for each group of its threads.
-constexpr int kRoundsPerSum = 256;
+// Iterations over which a thread of backward sums its columns in registers. Longer sums in float would round too much.
+// In an iteration, a block takes rows_per_iteration rows: one, or one for each group of its threads.
+constexpr int kIterationsPerSum = 256;
 
 // The partial sums [num, pitch] of a gradient in the workspace: a row for each of `num` segments.
 struct PartialSums {
@@ -218,33 +219,33 @@ struct PartialSums {
 };
 
 // The segments over which dweight and dbias are summed. A gradient is a sum over the rows of its sample or, if all
-// samples share it, over all rows: successive rows are a segment. A block sums a segment, some rows in each round, and
-// stores its partial sums in the workspace; add_partials adds the segments. Example: 1000 rows that share a gradient, 8
-// rows per round, 25 resident blocks: 25 segments of 5 rounds, 40 rows each.
+// samples share it, over all rows: successive rows are a segment. A block sums a segment, some rows in each iteration,
+// and stores its partial sums in the workspace; add_partials adds the segments. Example: 1000 rows that share a
+// gradient, 8 rows per iteration, 25 resident blocks: 25 segments of 5 iterations, 40 rows each.
 struct GradientPlan {
   Flags flags;
-  FastDivisor rows_per_sample, segments_per_gradient;
+  IntegerDivisor rows_per_sample, segments_per_gradient;
   int64_t num_segments;  // of all gradients
   int64_t rows_per_gradient, rows_per_segment;
-  int rounds;                                      // per segment
+  int iterations;                                  // per segment
   int64_t num_weight_partials, num_bias_partials;  // rows of the workspace: num_segments, or 0
   void* workspace;
 
   // If all rows share a gradient, each resident block has a segment. Otherwise, each gradient has 64 segments, which
-  // keep the GPU busy with few samples; but a segment has at least `min_rounds` rounds, so that partial sums cause
-  // little traffic, and at most kRoundsPerSum.
-  void set_segments(const BackwardParams& p, int64_t rows_per_round, int64_t resident, int64_t min_rounds) {
+  // keep the GPU busy with few samples; but a segment has at least `min_iterations` iterations, so that partial sums
+  // cause little traffic, and at most kIterationsPerSum.
+  void set_segments(const BackwardParams& p, int64_t rows_per_iteration, int64_t resident, int64_t min_iterations) {
     const bool per_sample = has_gradients_per_sample();
     const int64_t gradients = per_sample ? p.samples : 1;
     rows_per_gradient = p.samples * p.rows / gradients;
-    const int64_t rounds_per_gradient = ceil_div(rows_per_gradient, rows_per_round);
-    int64_t max_rounds = ceil_div(rounds_per_gradient, per_sample ? 64 : resident);
-    if (per_sample) max_rounds = std::clamp(max_rounds, min_rounds, int64_t{kRoundsPerSum});
-    const int64_t segments = ceil_div(rounds_per_gradient, max_rounds);
-    rows_per_sample = FastDivisor(p.rows);
-    rounds = static_cast<int>(ceil_div(rounds_per_gradient, segments));
-    segments_per_gradient = FastDivisor(segments);
-    rows_per_segment = rounds * rows_per_round;
+    const int64_t iterations_per_gradient = ceil_div(rows_per_gradient, rows_per_iteration);
+    int64_t max_iterations = ceil_div(iterations_per_gradient, per_sample ? 64 : resident);
+    if (per_sample) max_iterations = std::clamp(max_iterations, min_iterations, int64_t{kIterationsPerSum});
+    const int64_t segments = ceil_div(iterations_per_gradient, max_iterations);
+    rows_per_sample = IntegerDivisor(p.rows);
+    iterations = static_cast<int>(ceil_div(iterations_per_gradient, segments));
+    segments_per_gradient = IntegerDivisor(segments);
+    rows_per_segment = iterations * rows_per_iteration;
     num_segments = gradients * segments;
     num_weight_partials = num_partials(kGradWeight, kWeightPerSample);
     num_bias_partials = num_partials(kGradBias, kBiasPerSample);
@@ -256,7 +257,7 @@ struct GradientPlan {
   // workspace is also where the sums of a longer segment are added.
   __host__ __device__ __forceinline__ bool stores_gradient_directly(Flag per_sample) const {
     return segments_per_gradient.divisor() == 1 && (flags.has(per_sample) || num_segments == 1) &&
-           rounds <= kRoundsPerSum;
+           iterations <= kIterationsPerSum;
   }
   int64_t num_partials(Flag gradient, Flag per_sample) const {
     return flags.has(gradient) && !stores_gradient_directly(per_sample) ? num_segments : 0;

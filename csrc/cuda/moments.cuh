@@ -15,7 +15,7 @@ struct Moments {
   // Sets correction and m2 from the sums of d and d^2 over `cols` columns, with d = x * row_scale - center. Returns
   // whether the sums must be repeated with the center or row_scale that it has changed: the center if it was an
   // estimate more than a standard deviation off, row_scale if a sum overflowed. NaN or infinity among the x give NaN.
-  __device__ __forceinline__ bool set_from_sums(Acc sum, Acc sum_of_squares, const Divisor<Acc>& cols, bool rms,
+  __device__ __forceinline__ bool set_from_sums(Acc sum, Acc sum_of_squares, const FloatDivisor<Acc>& cols, bool rms,
                                                 bool& center_is_estimate) {
     correction = rms ? 0 : cols.divide(sum);
     const Acc correction_squared = cols.value * correction * correction;
@@ -38,17 +38,17 @@ struct Moments {
 struct ForwardPlan {
   Flags flags;
   ByteStride x_stride, input_stride, output_stride, sum_stride;  // x is the residual, or else the input
-  FastDivisor rows_per_sample;
+  IntegerDivisor rows_per_sample;
   Acc eps;
-  Divisor<Acc> cols;
+  FloatDivisor<Acc> cols;
 
   // Returns whether ByteStride can address all rows.
   template <class T, class X>
   bool initialize(const ForwardParams& p) {
     flags = make_flags(p);
-    rows_per_sample = FastDivisor(p.rows);
+    rows_per_sample = IntegerDivisor(p.rows);
     eps = static_cast<Acc>(p.eps);
-    cols = Divisor<Acc>(p.cols);
+    cols = FloatDivisor<Acc>(p.cols);
     const bool strides_fit = x_stride.set(p.residual.data ? p.residual : p.input, sizeof(X)) &&
                              input_stride.set(p.input, sizeof(T)) && output_stride.set(p.output, sizeof(T)) &&
                              sum_stride.set(p.sum, sizeof(X));
@@ -130,8 +130,8 @@ __device__ __forceinline__ void sum_over_row(Acc (&sums)[kCount], int row_thread
 // sum_over_row() explains `buffer` and before_barrier().
 template <int kRows, class F, class G = DoNothing>
 __device__ __forceinline__ void reduce_moments(Moments (&moments)[kRows], const Acc (&centers)[kRows], int row_threads,
-                                               const Divisor<Acc>& cols, bool rms, int& buffer, const F& add_to_sums,
-                                               const G& before_barrier = {}) {
+                                               const FloatDivisor<Acc>& cols, bool rms, int& buffer,
+                                               const F& add_to_sums, const G& before_barrier = {}) {
   bool center_is_estimate[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -156,34 +156,34 @@ __device__ __forceinline__ void reduce_moments(Moments (&moments)[kRows], const 
 
 // Packs the moments of a block's columns into three numbers, which the blocks of a row exchange. The sign of m2, which
 // is not negative, says whether the columns are rescaled.
-__device__ __forceinline__ void pack(Acc (&packed)[3], const Moments& m) {
-  packed[0] = m.center;
-  packed[1] = m.correction;
-  packed[2] = copysign(m.m2, m.row_scale == 1 ? Acc(1) : Acc(-1));
+__device__ __forceinline__ void encode(Acc (&encoded)[3], const Moments& m) {
+  encoded[0] = m.center;
+  encoded[1] = m.correction;
+  encoded[2] = copysign(m.m2, m.row_scale == 1 ? Acc(1) : Acc(-1));
 }
 // Unpacks moments, for a row_scale of 1 or kRowScale. With 1, the m2 of a block that had to rescale is infinity.
-__device__ __forceinline__ Moments unpack(const Acc (&packed)[3], Acc row_scale) {
-  const bool is_rescaled = signbit(packed[2]);
-  const Acc m2 = abs(packed[2]);
-  if (row_scale == 1) return {packed[0], packed[1], is_rescaled ? kInfinity : m2, 1};
+__device__ __forceinline__ Moments decode(const Acc (&encoded)[3], Acc row_scale) {
+  const bool is_rescaled = signbit(encoded[2]);
+  const Acc m2 = abs(encoded[2]);
+  if (row_scale == 1) return {encoded[0], encoded[1], is_rescaled ? kInfinity : m2, 1};
   const Acc factor = is_rescaled ? 1 : row_scale;
-  return {packed[0] * factor, packed[1] * factor, m2 * factor * factor, row_scale};
+  return {encoded[0] * factor, encoded[1] * factor, m2 * factor * factor, row_scale};
 }
 
-// Merges the packed moments of the blocks that share a row (Chan, Golub and LeVeque, 1979), in an order that depends
+// Merges the encoded moments of the blocks that share a row (Chan, Golub and LeVeque, 1979), in an order that depends
 // only on their number: first the mean, then m2 = sum over the blocks of their m2 + cols * (their mean - mean)^2. Each
 // block has block_cols columns, and the last one last_block_cols. A warp calls this, and each lane adds every 32nd
 // block. If m2 overflows, the merge is repeated with kRowScale.
 __device__ __forceinline__ Moments merge_blocks(const Acc (*blocks)[3], int num_blocks, Acc block_cols,
-                                                Acc last_block_cols, const Divisor<Acc>& cols) {
+                                                Acc last_block_cols, const FloatDivisor<Acc>& cols) {
   const int lane = threadIdx.x % kWarpSize;
   for (Acc row_scale = 1;; row_scale = kRowScale) {
-    const Acc center = unpack(blocks[0], row_scale).center;
+    const Acc center = decode(blocks[0], row_scale).center;
     const auto sum_over_blocks = [&](const auto& term) {  // term(columns, mean - center, m2) of each block
       Acc sum = 0;
 #pragma unroll 1
       for (int i = lane; i < num_blocks; i += kWarpSize) {
-        const Moments m = unpack(blocks[i], row_scale);
+        const Moments m = decode(blocks[i], row_scale);
         sum += term(i + 1 == num_blocks ? last_block_cols : block_cols, (m.center - center) + m.correction, m.m2);
       }
       return sum_over_lanes<kWarpSize>(sum);

@@ -73,11 +73,12 @@ __device__ __forceinline__ Acc undo_row_scale(Acc rstd, Eps eps, Acc row_scale) 
 
 // Divides by a number of columns, with its reciprocal.
 template <class Number>
-struct Divisor {
+struct FloatDivisor {
   Number value, reciprocal;
 
-  Divisor() = default;
-  explicit Divisor(int64_t count) : value(static_cast<Number>(count)), reciprocal(1 / static_cast<Number>(count)) {}
+  FloatDivisor() = default;
+  explicit FloatDivisor(int64_t count)
+      : value(static_cast<Number>(count)), reciprocal(1 / static_cast<Number>(count)) {}
 
   // x / value rounded to nearest, so that the mean of equal numbers is that number; NaN if x is infinite. The first
   // fma() is the exact remainder of x * reciprocal (Markstein, Computation of elementary functions on the IBM RISC

@@ -210,14 +210,14 @@ class Library:
         self._launched.restype = ctypes.c_char_p
 
     @contextlib.contextmanager
-    def schedule(self, seed=0, architecture=90, path_limit=UNLIMITED, few_rounds=0, resident=3):
+    def schedule(self, seed=0, architecture=90, path_limit=UNLIMITED, few_iterations=0, resident=3):
         """Run threads in order (seed 0) or at random, on a GPU of this compute capability, within the `with` block.
 
         `path_limit` lowers the sizes up to which a kernel handles a row (in vectors) or stages pixels (in bytes): see
-        lowered_limits.h. With `few_rounds`, backward of rows that take so many rounds is one launch. The GPU holds
+        lowered_limits.h. With `few_iterations`, backward of rows that take so many iterations is one launch. The GPU holds
         `resident` blocks or clusters at once.
         """
-        self._configure(seed, architecture, resident, path_limit, few_rounds)
+        self._configure(seed, architecture, resident, path_limit, few_iterations)
         try:
             yield
         finally:

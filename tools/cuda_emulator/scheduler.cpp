@@ -563,9 +563,9 @@ void wait_for_previous_grid() { current->waited_for_previous_grid = true; }
 
 extern "C" {
 
-void emulator_configure(uint64_t seed, int architecture, int resident, int64_t path_limit, int64_t few_rounds) {
+void emulator_configure(uint64_t seed, int architecture, int resident, int64_t path_limit, int64_t few_iterations) {
   emulator::options() = {seed, architecture, resident};
-  layernorm::cuda::lower_launch_limits(path_limit, few_rounds);
+  layernorm::cuda::lower_launch_limits(path_limit, few_iterations);
 }
 
 // Returns a line "number cluster_size kernel" for each kind of launch since the last call.
