@@ -100,39 +100,42 @@ struct BackwardStagedRows {
     const bool exists = row >= 0;
     const int cols = exists ? block_cols : 0;
     const Index row_number = exists ? segment.first_row + row : 0;
-    const bool has_samples = flags.has(kHasSamples);
-    with_row_addresses<Variant::kIsGeneral>(row_number, has_samples, plan.rows_per_sample, [&](const auto& address_in) {
-      const X* const x = address_in(p.input, X(), plan.x_stride) + block_begin;
-      const T* const dy = address_in(p.grad_output, T(), plan.dy_stride) + block_begin;
-      columns.fetch(shared + stage_offset, x, cols);
-      columns.fetch(shared + stage_offset + kDyBegin, dy, cols);
-      const X* const grad_sum = address_in(p.grad_sum, X(), plan.grad_sum_stride) + block_begin;
-      if (flags.has(kGradSum)) {
+    const bool several_samples = flags.has(kSeveralSamples);
+    with_row_addresses<Variant::kIsGeneral>(
+        row_number, several_samples, plan.rows_per_sample, [&](const auto& address_in) {
+          const X* const x = address_in(p.input, X(), plan.x_stride) + block_begin;
+          const T* const dy = address_in(p.grad_output, T(), plan.dy_stride) + block_begin;
+          columns.fetch(shared + stage_offset, x, cols);
+          columns.fetch(shared + stage_offset + kDyBegin, dy, cols);
+          const X* const grad_sum = address_in(p.grad_sum, X(), plan.grad_sum_stride) + block_begin;
+          if (flags.has(kGradSum)) {
 #pragma unroll
-        for (int j = 0; j < kElements; j += kVec) {
-          if (columns.column(j) < cols) prefetch_to_l2(grad_sum + columns.column(j));
-        }
-      }
-      const T* const gate = address_in(p.gate, T(), ByteStride()) + block_begin;
-      if (Variant::kIsGated) columns.fetch(shared + stage_offset + kGateBegin, gate, cols);
-      if (columns.lane_in_row > 0) return;
-      Header& to = header(stage_offset);
-      const Acc* const rstd = address_in(p.rstd, Acc(), plan.statistics_stride);
-      const bool has_mean = exists && !flags.has(kRms | kMemoryEfficient);
-      async_copy<sizeof(Acc)>(&to.rstd, rstd, exists ? sizeof(Acc) : 0);
-      async_copy<sizeof(Acc)>(&to.mean, has_mean ? address_in(p.mean, Acc(), plan.statistics_stride) : rstd,
-                              has_mean ? sizeof(Acc) : 0);
-      to.dx = exists && flags.has(kGradInput) ? address_in(p.grad_input, X(), plan.dx_stride) + block_begin : nullptr;
-      to.grad_sum = grad_sum;
-      if constexpr (Variant::kMapping != Mapping::kVectors) {
-        to.misalignments[kX] = static_cast<short>(columns.misalignment(x + columns.warp_begin));
-        to.misalignments[kDy] = static_cast<short>(columns.misalignment(dy + columns.warp_begin));
-      }
-      if constexpr (Variant::kIsGated) {
-        to.grad_gate = exists && p.grad_gate.data ? address_in(p.grad_gate, T(), ByteStride()) + block_begin : nullptr;
-        to.misalignments[kGate] = static_cast<short>(columns.misalignment(gate + columns.warp_begin));
-      }
-    });
+            for (int j = 0; j < kElements; j += kVec) {
+              if (columns.column(j) < cols) prefetch_to_l2(grad_sum + columns.column(j));
+            }
+          }
+          const T* const gate = address_in(p.gate, T(), ByteStride()) + block_begin;
+          if (Variant::kIsGated) columns.fetch(shared + stage_offset + kGateBegin, gate, cols);
+          if (columns.lane_in_row > 0) return;
+          Header& to = header(stage_offset);
+          const Acc* const rstd = address_in(p.rstd, Acc(), plan.statistics_stride);
+          const bool has_mean = exists && !flags.has(kRms | kMemoryEfficient);
+          async_copy<sizeof(Acc)>(&to.rstd, rstd, exists ? sizeof(Acc) : 0);
+          async_copy<sizeof(Acc)>(&to.mean, has_mean ? address_in(p.mean, Acc(), plan.statistics_stride) : rstd,
+                                  has_mean ? sizeof(Acc) : 0);
+          to.dx =
+              exists && flags.has(kGradInput) ? address_in(p.grad_input, X(), plan.dx_stride) + block_begin : nullptr;
+          to.grad_sum = grad_sum;
+          if constexpr (Variant::kMapping != Mapping::kVectors) {
+            to.misalignments[kX] = static_cast<short>(columns.misalignment(x + columns.warp_begin));
+            to.misalignments[kDy] = static_cast<short>(columns.misalignment(dy + columns.warp_begin));
+          }
+          if constexpr (Variant::kIsGated) {
+            to.grad_gate =
+                exists && p.grad_gate.data ? address_in(p.grad_gate, T(), ByteStride()) + block_begin : nullptr;
+            to.misalignments[kGate] = static_cast<short>(columns.misalignment(gate + columns.warp_begin));
+          }
+        });
   }
 
   // The bias of one of the block's columns; zero without a bias or after the end.

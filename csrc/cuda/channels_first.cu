@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfForward)
   const int lane = threadIdx.x % kWarpSize;
   const int64_t first = int64_t{blockIdx.x} * kWarpSize, end = p.samples * p.rows;  // pixels
   const bool exists = first + lane < end;
-  const RowIndex pixel = split_row_number(exists ? first + lane : 0, flags.has(kHasSamples), plan.rows_per_sample);
+  const RowIndex pixel = split_row_number(exists ? first + lane : 0, flags.has(kSeveralSamples), plan.rows_per_sample);
   const int64_t channels = exists ? p.cols : 0;
   extern __shared__ __align__(16) unsigned char shared[];  // x [channels, kWarpSize]
   const Channels<T> staged_x(reinterpret_cast<T*>(shared) + lane, kWarpSize);

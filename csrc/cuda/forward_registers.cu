@@ -65,7 +65,7 @@ struct ThreadRows {
   // Finds the samples of the thread's rows. Rows that do not exist get the sample of the last row.
   __device__ __forceinline__ void find_samples(unsigned (&samples)[kRows]) const {
     for (unsigned& sample : samples) sample = 0;
-    if (!has(kHasSamples)) return;
+    if (!has(kSeveralSamples)) return;
     const unsigned first = row_number(0), last = static_cast<unsigned>(p.samples) * static_cast<unsigned>(p.rows) - 1;
 #pragma unroll
     for (int r = 0; r < kRows; ++r)

@@ -101,8 +101,8 @@ struct ForwardStagedRows {
     const int cols = exists ? block_cols : 0;
     using Index = typename Variant::Index;
     const Index row = exists ? static_cast<Index>(row_number) : 0;
-    const bool has_samples = flags.has(kHasSamples);
-    with_row_addresses<Variant::kIsGeneral>(row, has_samples, plan.rows_per_sample, [&](const auto& address_in) {
+    const bool several_samples = flags.has(kSeveralSamples);
+    with_row_addresses<Variant::kIsGeneral>(row, several_samples, plan.rows_per_sample, [&](const auto& address_in) {
       Header& to = header(stage_offset);
       const X* const x = address_in(flags.has(kResidual) ? p.residual : p.input, X(), plan.x_stride) + block_begin;
       columns.fetch(x_at(stage_offset), x, cols);
@@ -146,7 +146,7 @@ struct ForwardStagedRows {
   __device__ __forceinline__ bool row_exists(int stage_offset) const { return header(stage_offset).row_number >= 0; }
   // The staged row's sample, and its index there. A row that does not exist (-1) gets row 0, and is not stored.
   __device__ __forceinline__ RowIndex row_index(int stage_offset) const {
-    return split_row_number(max(header(stage_offset).row_number, int64_t{0}), flags.has(kHasSamples),
+    return split_row_number(max(header(stage_offset).row_number, int64_t{0}), flags.has(kSeveralSamples),
                             plan.rows_per_sample);
   }
   // Replaces the staged residual by the sum x: residual + input, or residual + input_scale * input.

@@ -85,7 +85,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardParams& p, const
       // The thread's row i of kRowsInFlight. The address of a row that does not exist is valid.
       const auto exists = [&](int i) { return first + i * step < segment.rows; };
       const auto index = [&](int i) {
-        return split_row_number(segment.first_row + first + (exists(i) ? i * step : 0), plan.flags.has(kHasSamples),
+        return split_row_number(segment.first_row + first + (exists(i) ? i * step : 0), plan.flags.has(kSeveralSamples),
                                 plan.rows_per_sample);
       };
 #pragma unroll
@@ -180,7 +180,7 @@ InputScalePlan make_plan(const BackwardParams& p, LaunchConfig& config) {
   const int64_t vector = 16 / bytes_of(p.dtype);
   plan.whole_vectors = p.cols % vector == 0;
   plan.flags.set(kFloatWeights, p.param_dtype != p.dtype);
-  plan.flags.set(kHasSamples, p.samples > 1);
+  plan.flags.set(kSeveralSamples, p.samples > 1);
   plan.flags.set(kGradScaledInput, p.grad_scaled_input.data);
   plan.flags.set(kGradInputScale, p.grad_input_scale.data);
   plan.flags.set(kInputScalePerSample, per_sample);
@@ -210,8 +210,10 @@ void backward_with_input_scale(const BackwardParams& p) {
 
   plan.workspace = allocator.reserved();
   launch(config, kernel_of(p.dtype), p, plan);
-  launch_add_partials(p, plan.workspace, /*is_double=*/false, p.cols,
-                      {p.grad_input_scale, plan.flags.has(kInputScalePerSample), num_partials}, {}, config);
+  launch_add_partials(
+      p, plan.workspace, /*is_double=*/false, p.cols,
+      plan.partial_sums(p.samples, p.grad_input_scale, kInputScalePerSample, /*first_row=*/0, num_partials),
+      /*second=*/{}, config);
 }
 
 }  // namespace layernorm::cuda

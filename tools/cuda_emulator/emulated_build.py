@@ -214,8 +214,8 @@ class Library:
         """Run threads in order (seed 0) or at random, on a GPU of this compute capability, within the `with` block.
 
         `path_limit` lowers the sizes up to which a kernel handles a row (in vectors) or stages pixels (in bytes): see
-        lowered_limits.h. With `few_iterations`, backward of rows that take so many iterations is one launch. The GPU holds
-        `resident` blocks or clusters at once.
+        lowered_limits.h. With `few_iterations`, backward of rows that take so many iterations is one launch. The GPU
+        holds `resident` blocks or clusters at once.
         """
         self._configure(seed, architecture, resident, path_limit, few_iterations)
         try:
