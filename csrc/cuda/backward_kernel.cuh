@@ -8,21 +8,23 @@
 namespace layernorm::cuda {
 namespace {
 
-// Threads of a block: many, so that few blocks store partial sums. Two blocks fit on a multiprocessor. A row of more
-// warps has a block of its own, with up to kMaxBlockThreads.
+// Threads of a block, unless a row needs more, which then has a block of up to kMaxBlockThreads to itself. Many, so
+// that few blocks store partial sums, but so few that two blocks fit on a multiprocessor.
 constexpr int kThreads = 256;
 
-// The most vectors of a gated norm's row that a block stages: x, dy and the gate of more need more than 99 KiB.
+// The most vectors of a gated norm's row that a block stages: two stages of x, dy and the gate of more vectors take
+// more than the 99 KiB that a block has on some GPUs.
 constexpr int64_t kMaxGatedBlockVectors = 1024;
 
-// Iterations from a row's sums to its dx. With 1, the warps of a block exchange their sums of a row while they sum the
-// next.
+// The lag: iterations from a row's sums to its dx. With 1, the warps of a block exchange their sums of a row while they
+// sum the next row.
 template <class Variant>
 constexpr int kLagOf = Variant::kRowSpansWarps ? 1 : 0;
 
 // ---- sums of a row over its blocks ----------------------------------------------------------------------------------
 
-// Adds the sums of a row's blocks, in an order that depends only on their number. All lanes of a warp get the result.
+// Adds the sums of the num_blocks blocks that share a row, in an order that depends only on their number. All lanes of
+// a warp call this and get the result.
 __device__ __forceinline__ void sum_blocks(RowSums& sums, const RowSums* blocks, int num_blocks) {
   const int lane = threadIdx.x % kWarpSize;
   if (num_blocks <= kMaxClusterSize) {
@@ -41,14 +43,15 @@ __device__ __forceinline__ void sum_blocks(RowSums& sums, const RowSums* blocks,
 
 // ---- sums of the columns: dweight and dbias -------------------------------------------------------------------------
 
-// Adds the column sums of the threads that own the same columns: the block has several rows in an iteration. One thread
-// for each column gets the results, and calls store(j, v) for each of its vectors.
+// If a block has several rows in an iteration, several of its threads own the same columns. Adds their sums, so that
+// one thread has the result for each column. It calls store(j, v) with each vector v of its 16 columns, elements j, j +
+// 1, ... of the thread.
 template <class T, class X, class Variant, int kElements, class F>
 __device__ __forceinline__ void sum_columns_over_block(Acc (&sums)[kElements],
                                                        const BackwardStagedRows<T, X, Variant>& rows, const F& store) {
   constexpr int kVec = kVectorSize<X>;
-  // First by shuffles over the rows of a warp. Then in shared memory over groups of threads: the whole warps that hold
-  // one row, or one warp that holds several rows.
+  // First, shuffles add the rows of a warp. Then the sums of groups of threads are added in shared memory, where a
+  // group is the warps that share a row, or one warp that has several rows.
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
     if (offset < rows.columns.row_lanes()) break;
@@ -76,15 +79,16 @@ __device__ __forceinline__ void sum_columns_over_block(Acc (&sums)[kElements],
   }
 }
 
-// If few rows are summed by the blocks of one cluster, a segment each, the cluster adds their column sums itself,
-// without the workspace and add_partials. Each block owns 1 << log2_owned_cols columns: all blocks send it their sums
-// of these columns, [dweight and dbias, block, column] in its shared memory, and it adds them and stores the gradients.
+// If there are few rows, the blocks of one cluster have a segment each, and add up their column sums without the
+// workspace and add_partials. Each block owns 1 << log2_owned_cols columns: all blocks send it their sums of these
+// columns, it adds them, and stores the gradients. Its shared memory for this is [2 arrays: dweight and dbias,
+// cluster_segments blocks, owned columns].
 struct ClusterColumnSums {
-  Acc* const sums;
-  TransactionBarrier& barrier;
+  Acc* const sums;              // in this block's shared memory
+  TransactionBarrier& barrier;  // for the sums that arrive there
   const BackwardPlan& plan;
 
-  // The sums that `block` has sent to this one; `array` is 0 for dweight and 1 for dbias.
+  // Where this block has the sums from `block`; `array` is 0 for dweight and 1 for dbias.
   __device__ __forceinline__ Acc* sums_of(int array, int block) const {
     return sums + ((array * plan.cluster_segments + block) << plan.log2_owned_cols);
   }
@@ -117,25 +121,25 @@ struct ClusterColumnSums {
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-// A block takes its segments in turn: every gridDim.y-th, from blockIdx.y on. A segment has `iterations` iterations,
-// each of rows_per_iteration rows, one for each group of threads (row_threads). blockIdx.x tells which columns the
-// block has of a row that blocks share. Copies run ahead by the number of stages, also into the next segment.
+// A block takes its segments in turn: every gridDim.y-th, from blockIdx.y on. A segment has plan.iterations iterations,
+// each of rows_per_iteration rows, one for each group of row_threads threads. blockIdx.x tells which columns the block
+// has of a row that blocks share. Copies run ahead by the number of stages, also into the next segment.
 //
 // Where a row spans warps (kLag = 1), iteration r sums row r and then stores dx of row r - 1; one more iteration at the
-// end of a segment stores that of the last row. B is the block's barrier:
+// end of a segment stores that of the last row. B is the block's barrier, put and get are those of WarpSums, and send
+// and receive, if blocks share rows, those of BlockExchange:
 //
-//   iteration 0:    sum row 0, put its sums
-//   iteration 1: B, get [and send] the sums of row 0; sum row 1, put its sums; [receive and] store dx of row 0; fetch a
-//   row iteration 2: B, get [and send] the sums of row 1; sum row 2, put its sums; [receive and] store dx of row 1;
-//   fetch a row
+//   iteration 0:                               sum row 0, put its sums
+//   iteration 1:  B, get [and send] row 0's;   sum row 1, put its sums;   [receive and] store dx of row 0, fetch a row
+//   iteration 2:  B, get [and send] row 1's;   sum row 2, put its sums;   [receive and] store dx of row 1, fetch a row
 //
 // A warp that has passed B in iteration r may run ahead of the others up to B in iteration r + 1: it puts the sums of
 // row r into one buffer of WarpSums while others still get those of row r - 1 from the other one. Without a lag, put(),
 // B and get() belong to the same iteration. Where a row fits a warp, iterations have no barrier, and warps run ahead
 // freely until the sums of the columns are added, at the end of a segment or after kIterationsPerSum iterations.
 //
-// With few rows, the at most eight segments belong to the blocks of one cluster, which adds their column sums at the
-// end (ClusterColumnSums). Rows that blocks share exclude this.
+// With few rows, there are at most eight segments, one for each block of a single cluster, which then adds their column
+// sums (ClusterColumnSums). This is not done if blocks share rows.
 template <class T, class X, class Variant>
 __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockThreads, Variant::kRowFitsWarp ? 2 : 1)
     backward_staged(const BackwardParams p, const BackwardPlan plan) {
@@ -146,13 +150,13 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
   const Flags flags = supported_flags<Variant>(plan.flags);
   const bool row_fits_warp = Variant::kRowFitsWarp || (Variant::kIsGeneral && plan.row_fits_warp);
   const bool shares_row = flags.has(kBlocksShareRow), cluster_shares_row = flags.has(kClusterSharesRow);
-  const bool sums_in_cluster = !shares_row && plan.cluster_segments > 1;
+  const bool sums_in_cluster = !shares_row && plan.cluster_segments > 1;  // ClusterColumnSums
   const bool stores_dx = !flags.has(kFirstLaunch);
 
   // The shuffle tells the compiler that all lanes of a warp have the same value.
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpSize, 0);
   const int row_warps = row_fits_warp ? 1 : plan.row_threads / kWarpSize;
-  const int group = row_fits_warp ? 0 : warp / row_warps;  // of warps that share a row
+  const int group = row_fits_warp ? 0 : warp / row_warps;  // the index of this warp's group of row_warps warps
   const int first_warp = row_fits_warp ? warp : group * row_warps;
   const typename Rows::Columns columns(warp - first_warp, row_fits_warp ? plan.row_threads : kWarpSize,
                                        plan.whole_vectors);
@@ -198,20 +202,20 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
   __syncthreads();
 
   Acc weight[kElements], dw[kElements], db[kElements];
-  int finished_rows = 0,
-      stage_offset = 0;  // a counter for the exchange; the stage of the next row to be summed, in bytes
+  int finished_rows = 0;  // of the block, in all segments; BlockExchange numbers iterations by it
+  int stage_offset = 0;   // of the next row to be summed
 #pragma unroll 1
   for (Index s = first_segment; s < num_segments; s += segment_step) {
     const Segment<Index> segment(plan, s);
-    columns.template load_weights<T>(weight, p.weight, {segment.sample, 0}, recompute_from(block_begin),
-                                     rows.block_cols, flags, kWeight, 1);
+    columns.template load_parameter<T>(weight, kWeight, p.weight, segment.sample, recompute_from(block_begin),
+                                       rows.block_cols, flags);
 #pragma unroll
     for (int j = 0; j < kElements; ++j) dw[j] = db[j] = 0;
     ScaledStatistics statistics, finished_statistics;
 #pragma unroll 1
     for (int iteration = 0; iteration < iterations + kLag; ++iteration) {
       RowSums row_sums = {};
-      const auto get_row_sums = [&] {  // the sums of a row over its warps
+      const auto get_row_sums = [&] {  // over the warps of the row
         __syncthreads();
         warp_sums.get(row_sums, row_warps);
         if (shares_row) exchange.send(row_sums, finished_rows);
@@ -254,7 +258,7 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
           store_gradients(flags.has(kGradSum));
         }
       }
-      __syncwarp();
+      __syncwarp();  // all lanes have read the stage
       fetch_next(finished_offset);
       ++finished_rows;
 
@@ -263,7 +267,8 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
           (iterations_done != iterations && static_cast<unsigned>(iterations_done) % kIterationsPerSum != 0))
         continue;
       if (s + segment_step >= num_segments && iterations_done == iterations) let_next_grid_start();
-      // Stores the block's sums of dweight or dbias, and resets them. Its rows of the workspace begin at first_row.
+      // Stores the block's sums of dweight (array 0) or dbias (1), and resets them. Partial sums of segment s go to row
+      // first_row + s of the workspace.
       const auto store_column_sums = [&](Acc(&column_sums)[kElements], int array, const View& gradient, Flag per_sample,
                                          int64_t first_row) {
         sum_columns_over_block(column_sums, rows, [&](int j, Acc(&v)[kVec]) {
@@ -299,22 +304,25 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-// A variant of the kernel, and how its blocks use dynamic shared memory.
+// An instance of the kernel, and how its blocks use dynamic shared memory.
 struct Instance {
   void (*kernel)(BackwardParams, BackwardPlan) = nullptr;
   int stages = 0;               // per warp
-  size_t ring_bytes = 0;        // the stages of all warps
-  size_t column_sum_bytes = 0;  // ClusterColumnSums; 0 without them
-  int64_t resident = 0;         // resident blocks, or groups of blocks that share a row
+  size_t ring_bytes = 0;        // of the stages of all warps
+  size_t column_sum_bytes = 0;  // of ClusterColumnSums; 0 without them
+  int64_t resident = 0;         // blocks that are resident at once; if blocks share rows, groups of them
 };
 
-// Chooses as many stages as fit into shared memory, or one less if that leaves more blocks resident: on an A100, two
-// blocks of float32 rows instead of one that fetches a row further ahead. If none fits, `kernel` is null.
+// Chooses the stages of a variant: kMaxStages if they fit into shared memory, or one less if that leaves more blocks
+// resident. On an A100, two blocks of float32 rows are faster than one that fetches a row further ahead. If neither
+// fits, the result's kernel is null.
 template <class T, class X, class Variant>
 Instance plan_stages(const BackwardPlan& plan, LaunchConfig config, size_t column_sum_bytes) {
   using Rows = BackwardStagedRows<T, X, Variant>;
   const auto kernel = backward_staged<T, X, Variant>;
-  constexpr size_t kMaxStaticShared = kThreads * sizeof(Vector<Acc, kVectorSize<X>>) + 1792;
+  constexpr size_t kColumnSums = kThreads * sizeof(Vector<Acc, kVectorSize<X>>);  // of sum_columns_over_block()
+  constexpr size_t kMaxStaticShared = kColumnSums + 1792;
+  static_assert(kColumnSums + sizeof(WarpSumsMemory) + sizeof(BlockExchange::Memory) <= kMaxStaticShared);
   Instance chosen;
   for (int stages = Rows::kMaxStages; stages >= Rows::kMaxStages - 1; --stages) {
     const size_t ring_bytes = config.block.x / kWarpSize * stages * Rows::kStageBytes;
@@ -327,18 +335,23 @@ Instance plan_stages(const BackwardPlan& plan, LaunchConfig config, size_t colum
   return chosen.kernel || column_sum_bytes == 0 ? chosen : plan_stages<T, X, Variant>(plan, config, 0);
 }
 
-// Chooses the variant for the rows of a plan: GeneralRows if `general`, for sums with a float32 residual that are not
-// whole vectors, and if the shared memory does not suffice for the variant of the rows.
+// Chooses the variant and its stages for the rows of a plan. GeneralRows takes them if `general`; if they are not whole
+// vectors and of another type than dy, because of a float32 residual; and if the shared memory does not suffice for
+// another variant.
 template <class T, class X>
 Instance choose_variant(const BackwardPlan& plan, const LaunchConfig& config, bool general, size_t column_sum_bytes) {
-  const auto with = [&](auto variant) { return plan_stages<T, X, decltype(variant)>(plan, config, column_sum_bytes); };
+  const auto plan_variant = [&](auto variant) {
+    return plan_stages<T, X, decltype(variant)>(plan, config, column_sum_bytes);
+  };
   Instance chosen;
   if constexpr (std::is_same_v<T, X>) {
-    if (plan.flags.has(kGatedNorm)) return with(GatedRows());
-    if (!general && !plan.whole_vectors) chosen = plan.row_fits_warp ? with(WarpElements()) : with(BlockElements());
+    if (plan.flags.has(kGatedNorm)) return plan_variant(GatedRows());
+    if (!general && !plan.whole_vectors)
+      chosen = plan.row_fits_warp ? plan_variant(WarpElements()) : plan_variant(BlockElements());
   }
-  if (!general && plan.whole_vectors) chosen = plan.row_fits_warp ? with(WarpVectors()) : with(BlockVectors());
-  return chosen.kernel ? chosen : with(GeneralRows());
+  if (!general && plan.whole_vectors)
+    chosen = plan.row_fits_warp ? plan_variant(WarpVectors()) : plan_variant(BlockVectors());
+  return chosen.kernel ? chosen : plan_variant(GeneralRows());
 }
 
 struct Launch {
@@ -347,9 +360,9 @@ struct Launch {
   BackwardPlan plan;
 };
 
-// Chooses the kernel's variant, and plans its launch. The number of segments decides the order of summation, and so the
-// bits, which must not depend on the options of a call. So it follows from the variant that these rows have without
-// options, and then the options choose the variant that is launched.
+// Chooses the kernel's variant, and plans its launch. The number of segments determines the order of summation, and so
+// the bits, which must not depend on the options of a call. So it is computed for the variant of these rows in a call
+// without options, and only then a variant is chosen that has the options of this call.
 template <class T, class X>
 Launch plan_launch(const BackwardParams& p) {
   BackwardPlan plan = {};
@@ -362,7 +375,8 @@ Launch plan_launch(const BackwardParams& p) {
   const bool two_launches = plan.row_blocks > 1 && !cluster_shares_row;
   plan.flags.set(kClusterSharesRow, cluster_shares_row);
 
-  // A block has as many rows in an iteration as kThreads allow, but no more than a sample with gradients of its own.
+  // In an iteration, a block has as many rows as kThreads allow, but no more than a sample if samples have gradients of
+  // their own.
   const bool per_sample = plan.has_gradients_per_sample();
   int64_t threads = plan.row_threads;
   if (plan.row_blocks == 1) threads *= std::max(kThreads / plan.row_threads, 1);
@@ -371,7 +385,8 @@ Launch plan_launch(const BackwardParams& p) {
   config.block = static_cast<unsigned>(threads);
   config.cluster = cluster_shares_row ? static_cast<unsigned>(plan.row_blocks) : 1;
 
-  // Each resident block has a segment. Few rows take one launch: of a block, or of a cluster with ClusterColumnSums.
+  // Each resident block has a segment. Few rows take one launch: of one block, or of one cluster that adds up its
+  // column sums (ClusterColumnSums).
   int64_t segments = choose_variant<T, X>(plan, config, /*general=*/two_launches, /*column_sum_bytes=*/0).resident;
   const int64_t iterations = ceil_div(p.samples * p.rows, plan.rows_per_iteration);
   const bool clusters_can_sum = clusters && plan.row_blocks == 1;

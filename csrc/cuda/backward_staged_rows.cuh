@@ -1,6 +1,6 @@
-// BackwardStagedRows: a thread's work on the rows of a block in backward, which the kernel in backward_kernel.cuh
-// calls: fetch() copies rows to shared memory, sum_row() sums a row, and store_gradients() stores dx and adds to the
-// sums of the columns. backward.cu has the formulas and the mapping of threads.
+// BackwardStagedRows: a thread's work on the rows of a block in backward. The kernel in backward_kernel.cuh calls
+// fetch(), which copies rows to shared memory, sum_row(), and store_gradients(), which stores dx and adds to the sums
+// of the columns. backward.cu has the formulas and the mapping of threads.
 #pragma once
 
 #include <algorithm>
@@ -9,13 +9,14 @@
 
 namespace layernorm::cuda {
 
-// The arguments of backward_staged that the host computes from BackwardParams.
+// What the host computes from BackwardParams for backward_staged.
 struct BackwardPlan : GradientPlan, RowDivision {
-  int rows_per_iteration, stages;  // of a block; of each of its warps
-  int cluster_segments;  // segments whose sums a cluster adds in shared memory, one per block, or 1: ClusterColumnSums
-  int log2_owned_cols;   // columns that each block of such a cluster adds
-  int ring_bytes;        // of dynamic shared memory; then comes that of ClusterColumnSums
-  int64_t pitch;         // elements from row to row of the partial sums in the workspace
+  int rows_per_iteration;    // per block
+  int stages;                // per warp
+  int cluster_segments;      // segments whose sums one cluster adds (ClusterColumnSums), one per block; else 1
+  int log2_owned_cols;       // the columns whose sums each block of such a cluster adds are 1 << log2_owned_cols
+  int ring_bytes;            // of dynamic shared memory, for all stages; the sums of ClusterColumnSums follow
+  int64_t pitch;             // elements from row to row of the partial sums in the workspace
   void* exchange_workspace;  // of BlockExchange
   ByteStride x_stride, dy_stride, dx_stride, grad_sum_stride, statistics_stride;
   FloatDivisor<Acc> cols;
@@ -36,25 +37,27 @@ struct BackwardPlan : GradientPlan, RowDivision {
 
 namespace {
 
-// The sums of d, g and g * d over a row, or over a block's columns of it; see ScaledStatistics and backward.cu.
+// The sums over a row, or over a block's columns of it, of d (see ScaledStatistics), g (backward.cu) and g * d.
 using RowSums = PartialResult;
+enum RowSum { kSumOfD, kSumOfG, kSumOfGD };
 
 // The arrays that are staged. Only gated norms have a gate.
 enum StagedArray { kX, kDy, kGate };
 
-// The statistics and addresses of a row in a stage, beside its elements.
+// What a stage has of a row beside its elements: the statistics, and addresses of arrays that are not staged.
 template <class T, class X, int kArrays>
 struct alignas(16) BackwardRowHeader {
   Acc mean, rstd;
   X* dx;  // the block's columns; null if dx is not computed or the row does not exist
   union {
     const X* grad_sum;
-    T* grad_gate;  // of a gated norm, which has no grad_sum; null like dx
+    T* grad_gate;  // of a gated norm, which has no grad_sum; null if it is not computed or the row does not exist
   };
   short misalignments[kArrays];  // by StagedArray: see ThreadColumns::misalignment()
 };
 
-// A thread's work on its columns of the staged rows. `stage_offset` is the byte offset of a stage in the warp's ring:
+// A thread's work on its columns of the staged rows. `stage_offset` is the byte offset in the warp's ring of a stage,
+// which has
 //
 //   [ x, of X | dy, of T | headers of the warp's rows | gate, of T ]
 template <class T, class X, class Variant>
@@ -66,10 +69,11 @@ struct BackwardStagedRows {
   // Elements that a thread processes together.
   static constexpr int kMaxStep = Variant::kIsGeneral ? 2 : Variant::kMapping == Mapping::kElements ? 4 : 8;
   static constexpr int kStep = std::min(kVec, kMaxStep);
-  // Whether all of grad_sum is loaded before dx is computed.
+  // Whether a thread loads its elements of grad_sum before it computes dx, so that it waits for memory once.
   static constexpr bool kLoadsGradSumFirst = Variant::kMapping == Mapping::kVectors && Variant::kRowSpansWarps;
-  static constexpr int kMaxStages = Variant::kIsGeneral ? 2 : 3;  // or one less: see plan_stages()
+  static constexpr int kMaxStages = Variant::kIsGeneral ? 2 : 3;  // plan_stages() chooses this number, or one less
   static constexpr int kMaxRows = Variant::kRowSpansWarps ? 1 : kWarpSize / kMinLanes;  // per warp
+  // Bytes from the begin of a stage to its parts, and of a whole stage.
   static constexpr int kDyBegin = Columns::template staged_bytes<X>(kMaxRows);
   static constexpr int kHeaderBegin = kDyBegin + Columns::template staged_bytes<T>(kMaxRows);
   static constexpr int kGateBegin = kHeaderBegin + kMaxRows * static_cast<int>(sizeof(Header));
@@ -79,12 +83,12 @@ struct BackwardStagedRows {
   const BackwardPlan& plan;
   const Flags flags;
   const Columns columns;
-  const int row_in_iteration;   // this thread's, of the block's rows_per_iteration
+  const int row_in_iteration;   // which of the rows_per_iteration rows of the block this thread has
   const Index block_begin;      // the block's first column of a row
   const int block_cols;         // the block's columns; fewer in the last block of a row
   unsigned char* const shared;  // the warp's ring
 
-  // The index in a segment of the row that this thread has in an iteration; -1 if it does not exist.
+  // The index in a segment of the row that this thread has in an iteration; -1 if the row does not exist.
   __device__ __forceinline__ int row_in_segment(const Segment<Index>& segment, int iteration) const {
     const int row = iteration * plan.rows_per_iteration + row_in_iteration;
     return row < segment.rows ? row : -1;
@@ -95,7 +99,8 @@ struct BackwardStagedRows {
     return headers[Variant::kRowSpansWarps ? 0 : columns.row_in_warp];
   }
 
-  // Starts to copy the warp's columns of a segment's row to a stage, or zeros if `row` is -1, and writes its header.
+  // Starts to copy the warp's columns of a row to a stage, and writes the header of the row. `row` is the index in the
+  // segment; if it is -1, the copies are zeros.
   __device__ __forceinline__ void fetch(const Segment<Index>& segment, int row, int stage_offset) const {
     const bool exists = row >= 0;
     const int cols = exists ? block_cols : 0;
@@ -144,7 +149,7 @@ struct BackwardStagedRows {
     return exists ? load_weight_element<T>(p.bias, sample, block_begin + column, flags) : 0;
   }
 
-  // Pointers to the first of this thread's elements of each array in a stage.
+  // The addresses of this thread's element 0 in the arrays of a stage.
   struct Arrays {
     const X* x;
     const T *dy, *gate;
@@ -154,7 +159,8 @@ struct BackwardStagedRows {
       return {staged<kX>(stage_offset), staged<kDy>(stage_offset), staged<kGate>(stage_offset)};
     return {staged<kX>(stage_offset), staged<kDy>(stage_offset), nullptr};
   }
-  // Reads elements [j, j + kStep) of a row: d (ScaledStatistics), and dn, the gradient of backward.cu's n.
+  // Reads elements [j, j + kStep) of a row: d (see ScaledStatistics), and dn, which is dy but for a gated norm
+  // (backward.cu). The caller passes scaled_mean, or 0 for elements after the end, which gives them a d of 0.
   __device__ __forceinline__ void read(Acc (&d)[kStep], Acc (&dn)[kStep], const Columns& columns, const Arrays& from,
                                        int j, const ScaledStatistics& statistics, Acc scaled_mean,
                                        const Acc (&weight)[kElements], int64_t sample) const {
@@ -171,21 +177,21 @@ struct BackwardStagedRows {
     for (int e = 0; e < kStep; ++e) {
       if (flags.has(kMemoryEfficient)) {
         d[e] = recover_xhat(d[e], weight[j + e], load_bias(columns.column(j + e), sample));
-        compiler_fence();
+        compiler_fence();  // loads the bias of one element at a time, which takes fewer registers
       } else {
         d[e] = fma(d[e], statistics.row_scale, -scaled_mean);
       }
     }
   }
 
-  // Adds this thread's elements of a row to its sums, unless a second launch loads them. d must be 0 after the end,
-  // where x and dy are 0: vectors get a mean of 0, and other mappings replace d.
+  // Adds this thread's elements of a row to `sums`, except in a second launch, which loads the sums of the first. d
+  // must be 0 after the end of the row, where x and dy are 0: vectors get a mean of 0, and other mappings replace d.
   __device__ __forceinline__ void sum_row(RowSums& sums, int stage_offset, const ScaledStatistics& statistics,
                                           const Acc (&weight)[kElements], int64_t sample) const {
     if (flags.has(kSecondLaunch)) return;
     const auto columns = this->columns.recomputed();
     const Arrays from = arrays_at(stage_offset);
-    const auto add = [&](auto has_end) {  // whether d after the end must be replaced
+    const auto add = [&](auto has_end) {  // has_end: whether d after the end must be replaced
 #pragma unroll
       for (int j = 0; j < kElements; j += kStep) {
         Acc d[kStep], dn[kStep];
@@ -194,9 +200,9 @@ struct BackwardStagedRows {
         for (int e = 0; e < kStep; ++e) {
           if (has_end.value && columns.column(j + e) >= block_cols) d[e] = 0;
           const Acc g = dn[e] * weight[j + e];
-          sums[0] += d[e];
-          sums[1] += g;
-          sums[2] = fma(g, d[e], sums[2]);
+          sums[kSumOfD] += d[e];
+          sums[kSumOfG] += g;
+          sums[kSumOfGD] = fma(g, d[e], sums[kSumOfGD]);
         }
       }
     };
@@ -209,15 +215,16 @@ struct BackwardStagedRows {
   }
 
   // The means of a row from its sums over all columns.
-  __device__ __forceinline__ RowMeans compute_means(const RowSums& sums, Acc rstd) const {
-    const FloatDivisor<Acc>& cols = plan.cols;
-    const Acc xhat = cols.divide(sums[0]) * rstd, g = cols.divide(sums[1]), g_xhat = cols.divide(sums[2]) * rstd;
+  __device__ __forceinline__ RowMeans compute_means(const RowSums& sums, Acc scaled_rstd) const {
+    const auto mean_of = [&](RowSum which) { return plan.cols.divide(sums[which]); };
+    const Acc xhat = mean_of(kSumOfD) * scaled_rstd, g = mean_of(kSumOfG), g_xhat = mean_of(kSumOfGD) * scaled_rstd;
     if (flags.has(kRms)) return {0, 0, g_xhat};
     return {xhat, g, g_xhat - xhat * g};
   }
 
-  // Stores this thread's columns of dx and of the gate's gradient, and adds its dweight to `dw` and its dbias to `db`,
-  // even if the call does not need them, because a branch costs more. Columns after the end are never stored.
+  // Stores this thread's columns of dx and of the gate's gradient, and adds its terms of dweight and dbias to `dw` and
+  // `db`. It adds them even if the call does not need these gradients, because a branch costs more; and also columns
+  // after the end, which the kernel does not store.
   template <class HasGradSum>
   __device__ __forceinline__ void store_gradients(HasGradSum has_grad_sum, Acc (&dw)[kElements], Acc (&db)[kElements],
                                                   int stage_offset, const ScaledStatistics& statistics,
@@ -258,7 +265,8 @@ struct BackwardStagedRows {
   }
 
  private:
-  // Stores elements [j, j + kStep) of the gate's gradient. With gate_first, turns du, that of x * f(z), into dx.
+  // Stores elements [j, j + kStep) of the gate's gradient. With gate_first, multiplies du, the gradient of x * f(z), by
+  // f(z), which gives dx.
   __device__ __forceinline__ void backward_of_gate(Acc (&du)[kStep], const Acc (&xhat)[kStep], const Columns& columns,
                                                    const Arrays& from, int stage_offset, int j,
                                                    const Acc (&weight)[kElements], int64_t sample) const {
@@ -278,15 +286,14 @@ struct BackwardStagedRows {
     T* const to = header(stage_offset).grad_gate;
     columns.store_global(to, j, gate, to == nullptr ? 0 : block_cols);
   }
-  // Returns a pointer to the first of this thread's elements of an array in a stage. If rows may be misaligned, the
-  // copy begins at the multiple of 16 bytes before the row.
+  // The address of this thread's element 0 of an array in a stage.
   template <StagedArray kArray>
   __device__ __forceinline__ auto* staged(int stage_offset) const {
     constexpr int kBegin = kArray == kX ? 0 : kArray == kDy ? kDyBegin : kGateBegin;
-    int offset = 0;
-    if constexpr (Variant::kMapping != Mapping::kVectors) offset = header(stage_offset).misalignments[kArray];
+    int misalignment = 0;
+    if constexpr (Variant::kMapping != Mapping::kVectors) misalignment = header(stage_offset).misalignments[kArray];
     return columns.template staged_elements<std::conditional_t<kArray == kX, X, T>>(shared + stage_offset + kBegin,
-                                                                                    offset);
+                                                                                    misalignment);
   }
 };
 

@@ -3,20 +3,21 @@
 //
 //   fetch(): global memory -> stage -> compute_moments(): x, moments -> [exchange, merge()] -> store_output(): y
 //
-// Blocks are persistent. In each iteration, a block takes rows_per_iteration rows: one, or as many as its groups of
-// lanes. A block with blockIdx.x = b has the columns [b * block_cols, (b + 1) * block_cols) of its rows, and a thread
-// 16 of these in all iterations (thread_columns.cuh), whose weights and biases it keeps in registers. Each warp has a
-// ring of up to three stages in shared memory: one is read, twice, while asynchronous copies (cp.async) fill the others
-// with the rows of the next iterations. 2 * samples * rows * cols * sizeof(T) bytes are moved; with a residual also
-// those of the residual and the sum, which replaces it in the stage. The input_scale is read from the caches for each
-// row.
+// Blocks are persistent: a block takes its rows in a loop, rows_per_iteration of them in each iteration. These are one
+// row, or one for each group of lanes that share a row. The block with blockIdx.x = b has the columns [b * block_cols,
+// (b + 1) * block_cols) of its rows. A thread owns the same 16 of them in all iterations (thread_columns.cuh), and
+// keeps their weights and biases in registers. Each warp has a ring of up to three stages in shared memory: the kernel
+// reads one twice, while asynchronous copies (cp.async) fill the others with the rows of the next iterations. 2 *
+// samples * rows * cols * sizeof(T) bytes are moved; with a residual also those of the residual and the sum, which
+// overwrites the residual in the stage. The input_scale is read from the caches for each row.
 //
-// A block has one barrier per row, and a cluster one exchange of moments. A cluster stores the output of a row one
-// iteration after it has summed it (`lag`), so that the exchange travels while the next row is summed: its first warp
-// merges the moments of the last row before the barrier that the sums of this row need.
+// A block has one barrier per row, and a cluster also one exchange of moments. A cluster stores the output of a row one
+// iteration after it has summed the row (`lag`), so that the exchange travels while it sums the next row. The first
+// warp of a block merges the moments of the last row before the barrier that the sums of the next row need anyway.
 //
-// The gate z of a gated norm is staged like the input beside a residual: 3 * samples * rows * cols * sizeof(T) bytes
-// are moved. What is normalized is kept in registers between the sums and the output.
+// The gate of a gated norm is staged like the input beside a residual: 3 * samples * rows * cols * sizeof(T) bytes are
+// moved. What is normalized, the input or its product with the activated gate, stays in registers between the sums and
+// the output.
 //
 // Source: Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances, 1979.
 #include "../dtypes.h"
@@ -25,25 +26,27 @@
 
 namespace layernorm::cuda {
 
-// The arguments of forward_staged that the host computes from ForwardParams.
+// What the host computes from ForwardParams for forward_staged.
 struct StagedPlan : ForwardPlan, RowDivision {
   int stages, stage_bytes;                                        // per warp
   int rows_per_iteration, iterations;                             // per block
   int lag;                                                        // iterations from a row's sums to its output: 0 or 1
   void* workspace;                                                // of BlockExchange
-  FloatDivisor<Acc> block_cols_divisor, last_block_cols_divisor;  // the columns of a row's blocks, and of the last one
+  FloatDivisor<Acc> block_cols_divisor, last_block_cols_divisor;  // by block_cols, and by those of a row's last block
 };
 
 namespace {
 
-constexpr int kMaxStages = 3;  // with a lag: one is summed, one stored and one fetched
+constexpr int kMaxStages = 3;  // with a lag: one whose row is summed, one whose output is stored, one that is filled
 
-// Warps of a block in a cluster, if a cluster of 8 suffices. A multiprocessor runs three such blocks of code for 9.0,
-// or two of other code, and the others go on while one waits at its barrier. It runs only one block of 16 warps.
+// The most warps of a block in a cluster, unless 8 such blocks are too few for a row. A multiprocessor runs three
+// blocks of 8 warps in code for 9.0, or two in other code, and one goes on while another waits at a barrier. It runs
+// only one block of 16 warps.
 constexpr int64_t kPreferredWarps = 8;
 
-// The part of a stage before the elements of a row: the addresses of its results, and a copy of the first vector of the
-// block, because every warp estimates the mean from it. A vector that is not aligned takes two granules of 16 bytes.
+// What a stage has of a row beside its elements: the addresses of its results, and a copy of the first vector of the
+// block's columns, from which every warp estimates the mean. 32 bytes, because a vector that is not aligned takes two
+// granules of 16 bytes.
 template <class T, class X>
 struct alignas(16) ForwardRowHeader {
   unsigned char x[32], input_or_gate[32];
@@ -55,11 +58,12 @@ struct alignas(16) ForwardRowHeader {
 
 // ---- rows in shared memory ------------------------------------------------------------------------------------------
 
-// A thread's work on its columns of the staged rows. `stage_offset` is the byte offset of a stage in the warp's ring:
+// A thread's work on its columns of the staged rows. `stage_offset` is the byte offset in the warp's ring of a stage,
+// which has
 //
 //   [ headers of the warp's rows | x | with a residual the input, or the gate ]
 //
-// x, of X, is the input or, with a residual, first the residual and then the sum. Other arrays are of T.
+// x, of type X, is the input or, with a residual, first the residual and then the sum. Other arrays are of T.
 template <class T, class X, class Variant>
 struct ForwardStagedRows {
   using Columns = ThreadColumns<X, Variant::kMapping, Variant::kLanes>;
@@ -75,7 +79,7 @@ struct ForwardStagedRows {
   const int block_cols;         // the block's columns; fewer in the last block of a row
   unsigned char* const shared;  // the warp's ring
 
-  // The offset of x in a stage of a warp with so many rows.
+  // The bytes of a stage before x, and of a whole stage, of a warp with so many rows.
   __host__ __device__ static int x_begin(int rows) { return rows * static_cast<int>(sizeof(Header)); }
   __host__ static int stage_bytes(int rows, Flags flags) {
     const bool has_input_or_gate = flags.has(kResidual | kGatedNorm);
@@ -85,7 +89,7 @@ struct ForwardStagedRows {
   __device__ __forceinline__ int rows_per_warp() const {
     return Variant::kRowSpansWarps ? 1 : kWarpSize / columns.row_lanes();
   }
-  // The parts of a stage: the header of this thread's row, and the arrays of the warp's rows.
+  // The parts of a stage: the header of this thread's row, and two arrays with the elements of all rows of the warp.
   __device__ __forceinline__ Header& header(int stage_offset) const {
     return reinterpret_cast<Header*>(shared + stage_offset)[Variant::kRowSpansWarps ? 0 : columns.row_in_warp];
   }
@@ -96,7 +100,8 @@ struct ForwardStagedRows {
     return x_at(stage_offset) + Columns::template staged_bytes<X>(rows_per_warp());
   }
 
-  // Starts to copy the warp's columns of a row to a stage, or zeros if the row does not exist, and writes its header.
+  // Starts to copy the warp's columns of a row to a stage, or zeros if the row does not exist, and writes the header of
+  // the row. `row_number` is the number among all samples * rows.
   __device__ __forceinline__ void fetch(int64_t row_number, bool exists, int stage_offset) const {
     const int cols = exists ? block_cols : 0;
     using Index = typename Variant::Index;
@@ -121,7 +126,8 @@ struct ForwardStagedRows {
       to.input_or_gate_misalignment = static_cast<short>(columns.misalignment(input_or_gate));
     });
   }
-  // Copies the block's first vector of an array to the header `to`: its granules, one by each of two lanes.
+  // Starts to copy the block's first vector of an array to a part of the header: two lanes copy a granule each. `array`
+  // points to the block's first column.
   template <class E>
   __device__ __forceinline__ void fetch_first_vector(unsigned char* to, const E* array, int cols) const {
     if (columns.lane_in_row > 1) return;
@@ -131,7 +137,7 @@ struct ForwardStagedRows {
                    min(max(end - granule, 0), 16), granule == 0 ? offset : 0);
   }
 
-  // This thread's element 0 of the arrays in a stage.
+  // The addresses of this thread's element 0 in the two arrays of a stage.
   __device__ __forceinline__ X* staged_x(int stage_offset) const {
     return columns.template staged_elements<X>(x_at(stage_offset), header(stage_offset).x_misalignment);
   }
@@ -144,7 +150,7 @@ struct ForwardStagedRows {
     return column < block_cols ? load_weight_element<T>(p.input_scale, sample, block_begin + column, flags) : 0;
   }
   __device__ __forceinline__ bool row_exists(int stage_offset) const { return header(stage_offset).row_number >= 0; }
-  // The staged row's sample, and its index there. A row that does not exist (-1) gets row 0, and is not stored.
+  // The index of the staged row; row 0 if the row does not exist, whose results are not stored.
   __device__ __forceinline__ RowIndex row_index(int stage_offset) const {
     return split_row_number(max(header(stage_offset).row_number, int64_t{0}), flags.has(kSeveralSamples),
                             plan.rows_per_sample);
@@ -186,7 +192,7 @@ struct ForwardStagedRows {
     columns.read_shared(gate, staged_input_or_gate(columns, stage_offset), j);
     for (int e = 0; e < kStep; ++e) v[e] *= Activated(gate[e], flags).value;
   }
-  // The average of the block's first vector, an estimate of the mean. Elements after the end are zeros.
+  // Estimates the mean of a row by the average of the block's first vector. Elements after the end are zeros.
   __device__ __forceinline__ Acc estimate_mean(int stage_offset) const {
     const Header& from = header(stage_offset);
     Acc v[kVec];
@@ -208,18 +214,20 @@ struct ForwardStagedRows {
     const bool is_whole_vector = Variant::kMapping == Mapping::kVectors || block_cols >= kVec;
     return is_whole_vector ? average(v) : average(v) * (Acc(kVec) / static_cast<Acc>(block_cols));
   }
-  // Reads a vector that fetch_first_vector() has copied; `offset` is its misalignment.
+  // Reads a vector that fetch_first_vector() has copied.
   template <class E>
-  __device__ __forceinline__ static void read_first_vector(Acc (&v)[kVec], const unsigned char* from, int offset) {
+  __device__ __forceinline__ static void read_first_vector(Acc (&v)[kVec], const unsigned char* from,
+                                                           int misalignment) {
     if constexpr (Variant::kMapping == Mapping::kVectors) {
       widen(v, *reinterpret_cast<const Vector<E, kVec>*>(from));
     } else {
-      for (int e = 0; e < kVec; ++e) v[e] = static_cast<Acc>(reinterpret_cast<const E*>(from + offset)[e]);
+      for (int e = 0; e < kVec; ++e) v[e] = static_cast<Acc>(reinterpret_cast<const E*>(from + misalignment)[e]);
     }
   }
 
-  // Computes x in the stage, and the moments of the block's columns, which a second launch loads instead. Gated norms
-  // set norm_input to what is normalized; others do not use it. sum_over_row() explains `buffer` and before_barrier().
+  // Computes x in the stage, and returns the moments of the block's columns, except in a second launch, which loads the
+  // moments of the first. Gated norms set norm_input to what is normalized; others do not use it. sum_over_row()
+  // explains `buffer` and before_barrier().
   template <class F>
   __device__ __forceinline__ Moments compute_moments(Acc (&norm_input)[kElements], int stage_offset,
                                                      const FloatDivisor<Acc>& block_cols_divisor, int& buffer,
@@ -236,18 +244,19 @@ struct ForwardStagedRows {
         [&](Acc(&sums)[2]) { sum_moments(sums, x, norm_input, moments[0]); }, before_barrier);
     return moments[0];
   }
-  // Sets `sums` to the thread's sums of d = x * row_scale - center and d^2.
+  // Sets `sums` to the thread's sums of d = x * row_scale - center and of d^2.
   __device__ __forceinline__ void sum_moments(Acc (&sums)[2], const X* x, const Acc (&norm_input)[kElements],
                                               const Moments& moments) const {
     const auto columns = this->columns.recomputed();
     MomentSums thread_sums;
-    const auto add = [&](auto has_end) {  // whether the warp's columns may exceed the block's
+    const auto add = [&](auto has_end) {  // has_end: whether some of the warp's columns are after the block's last one
 #pragma unroll
       for (int j = 0; j < kElements; j += kStep) {
         Acc v[kStep];
         read(v, columns, x, norm_input, j);
-        for (int e = 0; e < kStep; ++e) {  // the zeros after the end stay zeros
-          // Vectors end at the end of the row.
+        for (int e = 0; e < kStep; ++e) {
+          // Elements after the end are zeros, and stay zeros without the center. A vector is before the end or after
+          // it.
           const int column = columns.column(Variant::kMapping == Mapping::kVectors ? j : j + e);
           const bool exists = !has_end.value || column < block_cols;
           thread_sums.add(e, fma(v[e], moments.row_scale, exists ? -moments.center : 0));
@@ -274,14 +283,15 @@ struct ForwardStagedRows {
     for (int j = 0; j < kElements; j += kStep) {
       Acc v[kStep];
       read(v, columns, x, norm_input, j);
-      // The sum may replace the residual, whose first vector all warps of the block have read before the sums.
+      // The sum may overwrite the residual in global memory. All warps of the block have read its first vector: there
+      // has been a barrier since they estimated the mean.
       if (flags.has(kResidual)) columns.store_global(sum, j, v, cols);
       for (int e = 0; e < kStep; ++e) v[e] = fma(normalizer.xhat(v[e]), weight[j + e], bias[j + e]);
       if (Variant::kIsGated && !flags.has(kGateFirst)) apply_gate(v, columns, stage_offset, j);
       columns.store_global(output, j, v, cols);
     }
   }
-  // Reads elements [j, j + kStep) of what is normalized.
+  // Reads elements [j, j + kStep) of what is normalized: x, or norm_input of a gated norm.
   __device__ __forceinline__ static void read(Acc (&v)[kStep], const Columns& columns, const X* x,
                                               const Acc (&norm_input)[kElements], int j) {
     if constexpr (Variant::kIsGated) {
@@ -294,9 +304,10 @@ struct ForwardStagedRows {
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-// The largest block of BlockVectors and BlockElements for __launch_bounds__, which gives a thread 80 registers in code
-// for 9.0, 96 for 8.0, and 128 for 10.0 and later, which would spill with fewer. So many threads are resident. The
-// second bound, one resident block, is that of the other variants; 0 is none.
+// The __launch_bounds__ of BlockVectors and BlockElements: as if a block had so many threads, which gives a thread 80
+// registers in code for 9.0, 96 for 8.0, and 128 for 10.0 and later, where fewer would spill. So many threads are then
+// resident on a multiprocessor, in smaller blocks. GeneralRows and GatedRows have the largest block and a minimum of
+// one resident block; a minimum of 0 means none.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 1000
 constexpr int kResidentThreads = 512;
 #elif __CUDA_ARCH__ >= 900
@@ -321,9 +332,9 @@ __global__ void __launch_bounds__(Variant::kIsGeneral ? kMaxBlockThreads : kResi
   extern __shared__ __align__(16) unsigned char shared[];
   const Rows rows{p, plan, flags, columns, block_begin, block_cols, shared + warp * plan.stages * plan.stage_bytes};
 
-  // The block's rows are [first_row, end_row). Copies run ahead by the number of stages.
-  const int64_t rows_per_block = int64_t{plan.iterations} * plan.rows_per_iteration,
-                first_row = blockIdx.y * rows_per_block;
+  // The block's rows are [first_row, end_row). Copies run ahead by as many rows as there are stages.
+  const int64_t rows_per_block = int64_t{plan.iterations} * plan.rows_per_iteration;
+  const int64_t first_row = blockIdx.y * rows_per_block;
   const int64_t end_row = min(first_row + rows_per_block, p.samples * p.rows);
   int64_t fetched_row = first_row + (row_fits_warp ? warp * (kWarpSize / plan.row_threads) + columns.row_in_warp : 0);
   const auto fetch_next = [&](int stage_offset) {
@@ -341,8 +352,8 @@ __global__ void __launch_bounds__(Variant::kIsGeneral ? kMaxBlockThreads : kResi
     __syncthreads();
   }
 
-  // The first warp merges the moments of the row's blocks for its block. Two buffers take turns: all warps read one of
-  // them between the barrier of a row and that of the next row, while the first warp may write the other one.
+  // The first warp merges the moments of the row's blocks for its block. Two buffers take turns: between two barriers,
+  // all warps read one of them, while the first warp may write the other one for the next row.
   __shared__ Normalizer merged_normalizers[2];
   const auto merge = [&](int iteration, int stage_offset) {
     if (warp != 0) return;
@@ -363,9 +374,9 @@ __global__ void __launch_bounds__(Variant::kIsGeneral ? kMaxBlockThreads : kResi
   int buffer = 0, stage_offset = 0;
 #pragma unroll 1
   for (int iteration = 0; iteration < plan.iterations + lag; ++iteration) {
-    // An iteration sums the row in `stage_offset` and stores the output of the one in finished_offset, the same or that
-    // of the last iteration. With a lag, the first iteration stores nothing, and one more iteration at the end sums
-    // nothing.
+    // An iteration sums the row at stage_offset and stores the output of the row at finished_offset. This is the same
+    // row, or with a lag that of the last iteration: then the first iteration stores nothing, and one more iteration at
+    // the end sums nothing.
     wait_for_stage<kMaxStages>(plan.stages - lag);
     const int finished_offset =
         lag == 0 || iteration == 0 ? stage_offset : (stage_offset == 0 ? ring_end : stage_offset) - plan.stage_bytes;
@@ -385,11 +396,11 @@ __global__ void __launch_bounds__(Variant::kIsGeneral ? kMaxBlockThreads : kResi
     if (stores_row) {
       if (const int64_t next_sample = rows.row_index(finished_offset).sample; next_sample != sample) {
         sample = next_sample;
-        columns.template load_weights<T>(weight, p.weight, {sample, 0}, block_begin, block_cols, flags, kWeight, 1);
-        columns.template load_weights<T>(bias, p.bias, {sample, 0}, block_begin, block_cols, flags, kBias, 0);
+        columns.template load_parameter<T>(weight, kWeight, p.weight, sample, block_begin, block_cols, flags);
+        columns.template load_parameter<T>(bias, kBias, p.bias, sample, block_begin, block_cols, flags);
       }
       if (shares_row) {
-        if (lag == 0 || !sums_row) {
+        if (lag == 0 || !sums_row) {  // compute_moments() has not called merge()
           merge(iteration - lag, finished_offset);
           __syncthreads();
         }
@@ -403,7 +414,7 @@ __global__ void __launch_bounds__(Variant::kIsGeneral ? kMaxBlockThreads : kResi
       }
     }
     if (iteration >= lag) {
-      __syncwarp();
+      __syncwarp();  // all lanes have read the stage
       fetch_next(finished_offset);
     }
     stage_offset = stage_offset + plan.stage_bytes == ring_end ? 0 : stage_offset + plan.stage_bytes;
@@ -419,7 +430,7 @@ struct Launch {
   StagedPlan plan;
 };
 
-// Plans the launch of a variant: as many stages as fit into shared memory, and as many blocks as are resident.
+// Plans the launch of a variant: as many stages as fit into shared memory, and at most as many blocks as are resident.
 template <class T, class X, class Variant>
 Launch plan_stages(const ForwardParams& p, StagedPlan plan) {
   const auto kernel = forward_staged<T, X, Variant>;
@@ -430,11 +441,12 @@ Launch plan_stages(const ForwardParams& p, StagedPlan plan) {
   plan.rows_per_iteration = static_cast<int>(config.block.x) / plan.row_threads;
   plan.stage_bytes =
       ForwardStagedRows<T, X, Variant>::stage_bytes(plan.row_fits_warp ? kWarpSize / plan.row_threads : 1, plan.flags);
-  constexpr size_t kMaxStaticShared = 1536;  // at least the static shared memory of the kernel
-  plan.stages = kMaxStages + 1;
-  do {
-    config.shared_bytes = static_cast<size_t>(config.block.x) / kWarpSize * --plan.stages * plan.stage_bytes;
-  } while (plan.stages > 1 && config.shared_bytes + kMaxStaticShared > max_shared_memory(config));
+  constexpr size_t kMaxStaticShared = 1536;  // of forward_staged
+  static_assert(sizeof(BlockExchange::Memory) + sizeof(Normalizer[2]) + sizeof(WarpSumsOfRow<2>) <= kMaxStaticShared);
+  const size_t bytes_per_stage = config.block.x / kWarpSize * static_cast<size_t>(plan.stage_bytes);
+  const size_t max_stages = (max_shared_memory(config) - kMaxStaticShared) / bytes_per_stage;
+  plan.stages = static_cast<int>(std::clamp<size_t>(max_stages, 1, kMaxStages));
+  config.shared_bytes = plan.stages * bytes_per_stage;
   plan.lag = config.cluster > 1 && plan.stages == kMaxStages && !Variant::kIsGated ? 1 : 0;
 
   const int64_t resident = std::max(resident_blocks(config, kernel) / plan.row_blocks, 1);
@@ -445,7 +457,7 @@ Launch plan_stages(const ForwardParams& p, StagedPlan plan) {
   return {kernel, config, plan};
 }
 
-// Chooses the kernel's variant, and plans its launch.
+// Chooses the kernel's variant, and plans its launch: GeneralRows if no other variant supports the call.
 template <class T, class X>
 Launch plan_launch(const ForwardParams& p) {
   StagedPlan plan = {};
