@@ -43,9 +43,9 @@ __device__ __forceinline__ void sum_blocks(RowSums& sums, const RowSums* blocks,
 
 // ---- sums of the columns: dweight and dbias -------------------------------------------------------------------------
 
-// If a block has several rows in an iteration, several of its threads own the same columns. Adds their sums, so that
-// one thread has the result for each column. It calls store(j, v) with each vector v of its 16 columns, elements j, j +
-// 1, ... of the thread.
+// Adds the column sums of the threads that own the same columns: a block has several of them if it has several rows in
+// an iteration. For each column, one thread gets the result; it calls store(j, v) for each vector v of its 16 columns,
+// where j counts these columns as in ThreadColumns.
 template <class T, class X, class Variant, int kElements, class F>
 __device__ __forceinline__ void sum_columns_over_block(Acc (&sums)[kElements],
                                                        const BackwardStagedRows<T, X, Variant>& rows, const F& store) {
@@ -145,8 +145,7 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
     backward_staged(const BackwardParams p, const BackwardPlan plan) {
   using Rows = BackwardStagedRows<T, X, Variant>;
   using Index = typename Variant::Index;
-  constexpr int kElements = Rows::kElements, kVec = Rows::kVec, kLag = kLagOf<Variant>;
-  constexpr int stage_bytes = Rows::kStageBytes;
+  constexpr int kElements = Rows::kElements, kVec = Rows::kVec, kLag = kLagOf<Variant>, kStageBytes = Rows::kStageBytes;
   const Flags flags = supported_flags<Variant>(plan.flags);
   const bool row_fits_warp = Variant::kRowFitsWarp || (Variant::kIsGeneral && plan.row_fits_warp);
   const bool shares_row = flags.has(kBlocksShareRow), cluster_shares_row = flags.has(kClusterSharesRow);
@@ -169,7 +168,7 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
                   row_fits_warp ? warp * (kWarpSize / plan.row_threads) + columns.row_in_warp : group,
                   block_begin,
                   static_cast<int>(min(static_cast<Index>(p.cols) - block_begin, Index{plan.block_cols})),
-                  shared + warp * plan.stages * stage_bytes};
+                  shared + warp * plan.stages * kStageBytes};
 
   __shared__ WarpSumsMemory warp_sums_memory;
   WarpSums warp_sums(warp_sums_memory, first_warp, row_warps);
@@ -177,11 +176,13 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
   const BlockExchange exchange(exchange_memory, plan.exchange_workspace, plan.row_blocks, flags);
   const ClusterColumnSums cluster_sums{reinterpret_cast<Acc*>(shared + plan.ring_bytes), exchange_memory.barriers[0],
                                        plan};
+  // With ClusterColumnSums, blockIdx.x is the index of the block's only segment.
   const Index first_segment = sums_in_cluster ? blockIdx.x : blockIdx.y;
   const Index segment_step = sums_in_cluster ? gridDim.x : gridDim.y;
   const Index num_segments = static_cast<Index>(plan.num_segments);
   const int iterations = plan.iterations;
 
+  // The segment and the iteration whose rows are fetched next.
   Index fetched_segment = first_segment;
   int fetched_iteration = 0;
   const auto fetch_next = [&](int stage_offset) {
@@ -196,12 +197,12 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
     async_commit();
   };
 #pragma unroll 1
-  for (int stage_offset = 0; stage_offset < plan.stages * stage_bytes; stage_offset += stage_bytes)
+  for (int stage_offset = 0; stage_offset < plan.stages * kStageBytes; stage_offset += kStageBytes)
     fetch_next(stage_offset);
   if (cluster_shares_row || sums_in_cluster) BlockExchange::start(exchange_memory);
   __syncthreads();
 
-  Acc weight[kElements], dw[kElements], db[kElements];
+  Acc weight[kElements], dw[kElements], db[kElements];  // of this thread's columns: dw and db are sums over rows
   int finished_rows = 0;  // of the block, in all segments; BlockExchange numbers iterations by it
   int stage_offset = 0;   // of the next row to be summed
 #pragma unroll 1
@@ -235,11 +236,11 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
           warp_sums.put(sums, columns.lane_in_warp);
         }
       }
-      const int ring_end = (kLag > 0 ? recompute_from(plan.stages) : plan.stages) * stage_bytes;
+      const int ring_end = (kLag > 0 ? recompute_from(plan.stages) : plan.stages) * kStageBytes;
       const int finished_offset =
-          kLag == 0 ? stage_offset : (stage_offset == 0 ? ring_end : stage_offset) - stage_bytes;
+          kLag == 0 ? stage_offset : (stage_offset == 0 ? ring_end : stage_offset) - kStageBytes;
       if (iteration < iterations)
-        stage_offset = stage_offset + stage_bytes == ring_end ? 0 : stage_offset + stage_bytes;
+        stage_offset = stage_offset + kStageBytes == ring_end ? 0 : stage_offset + kStageBytes;
       if (iteration < kLag) continue;
       if (kLag == 0) {
         finished_statistics = statistics;
@@ -262,6 +263,7 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
       fetch_next(finished_offset);
       ++finished_rows;
 
+      // After the last row of the segment, or kIterationsPerSum rows, the block stores the sums of its columns.
       const int iterations_done = iteration + 1 - kLag;
       if (!stores_dx ||
           (iterations_done != iterations && static_cast<unsigned>(iterations_done) % kIterationsPerSum != 0))
@@ -370,8 +372,8 @@ Launch plan_launch(const BackwardParams& p) {
   plan.divide<X>(p.cols, kMaxBlockWarps, plan.flags.has(kGatedNorm) ? kMaxGatedBlockVectors : kMaxBlockVectors);
   LaunchConfig config;
   config.stream = static_cast<Stream>(p.stream);
-  const bool clusters = has_clusters(config, backward_staged<T, X, GeneralRows>);
-  const bool cluster_shares_row = plan.row_blocks > 1 && plan.row_blocks <= kMaxClusterSize && clusters;
+  const bool supports_clusters = has_clusters(config, backward_staged<T, X, GeneralRows>);
+  const bool cluster_shares_row = plan.row_blocks > 1 && plan.row_blocks <= kMaxClusterSize && supports_clusters;
   const bool two_launches = plan.row_blocks > 1 && !cluster_shares_row;
   plan.flags.set(kClusterSharesRow, cluster_shares_row);
 
@@ -389,16 +391,18 @@ Launch plan_launch(const BackwardParams& p) {
   // column sums (ClusterColumnSums).
   int64_t segments = choose_variant<T, X>(plan, config, /*general=*/two_launches, /*column_sum_bytes=*/0).resident;
   const int64_t iterations = ceil_div(p.samples * p.rows, plan.rows_per_iteration);
-  const bool clusters_can_sum = clusters && plan.row_blocks == 1;
+  const bool clusters_can_sum = supports_clusters && plan.row_blocks == 1;
   const bool sums_in_cluster =
       clusters_can_sum && !per_sample && iterations > 1 && iterations <= kMaxClusterSize * kFewIterations;
   if (sums_in_cluster) segments = kMaxClusterSize;
   if (!clusters_can_sum && !per_sample && iterations <= kFewIterations) segments = 1;
   const int64_t min_iterations = plan.row_blocks > 1 ? 4 : 16;  // long rows are few: shorter segments keep the GPU busy
   plan.set_segments(p, plan.rows_per_iteration, segments, min_iterations);
-  while (plan.num_segments << plan.log2_owned_cols < p.cols) ++plan.log2_owned_cols;
-  const int64_t column_sums = sums_in_cluster ? 2 * plan.num_segments << plan.log2_owned_cols : 0;
-  const size_t column_sum_bytes = static_cast<size_t>(column_sums) * sizeof(Acc);
+  size_t column_sum_bytes = 0;
+  if (sums_in_cluster) {  // a block for each segment, which together own all columns
+    while (plan.num_segments << plan.log2_owned_cols < p.cols) ++plan.log2_owned_cols;
+    column_sum_bytes = static_cast<size_t>(2 * plan.num_segments << plan.log2_owned_cols) * sizeof(Acc);
+  }
 
   const bool general = two_launches || plan.flags.has(kMemoryEfficient) || !byte_strides_fit;
   const Instance chosen = choose_variant<T, X>(plan, config, general, column_sum_bytes);
@@ -410,7 +414,8 @@ Launch plan_launch(const BackwardParams& p) {
   plan.cluster_segments = 1;
   if (chosen.column_sum_bytes > 0) {
     plan.cluster_segments = static_cast<int>(plan.num_segments);
-    config.grid = dim3(config.cluster = static_cast<unsigned>(plan.cluster_segments));
+    config.cluster = static_cast<unsigned>(plan.num_segments);
+    config.grid = dim3(config.cluster);
     plan.num_weight_partials = plan.num_bias_partials = 0;
   }
   return {chosen.kernel, config, plan};
