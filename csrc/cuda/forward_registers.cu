@@ -4,9 +4,8 @@
 // group has kRows rows, so a block of G groups has kRows * G rows:
 //
 //   group g of block b     rows (b * kRows + r) * G + g, for r < kRows
-//   thread t of a group    vectors t, t + row_threads, t + 2 * row_threads, ... of each of these rows: kVectors of
-//   them,
-//                          in registers, and the same vectors of weight and bias
+//   thread t of a group    kVectors vectors of each of these rows, t, t + row_threads, t + 2 * row_threads, ..., in
+//                          registers, and the same vectors of weight and bias
 //
 //   bfloat16 columns   vectors   kVectors x kRows   row_threads   groups per block
 //   64                 8         2 x 4              4             32
@@ -21,6 +20,7 @@
 
 namespace layernorm::cuda {
 
+// What the host computes from ForwardParams for forward_registers.
 struct RegistersPlan : ForwardPlan {
   unsigned vectors;  // per row
   int row_threads, log2_row_threads;
