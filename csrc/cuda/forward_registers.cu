@@ -259,8 +259,8 @@ struct ThreadRows {
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
 // The resident blocks per multiprocessor that __launch_bounds__ asks for. Blocks have 128 threads, or up to 256 with
-// kRows = 1. Three blocks of 256, or six of 128, leave a thread 80 registers, and four of 128 leave it 128. With 80,
-// code for 8.0, and for 10.0 and later, would spill a float32 row.
+// kRows = 1. Three blocks of 256, or six of 128, leave a thread 80 registers, and two of 256, or four of 128, leave it
+// 128. With 80, a float32 row with kRows = 1 would spill in code for 8.0, and for 10.0 and later.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ / 100 == 9
 template <class X>
 constexpr int kMinBlocksOfOneRow = 3;
