@@ -66,7 +66,7 @@ struct BackwardStagedRows {
   using Index = typename Variant::Index;
   using Header = BackwardRowHeader<T, X, Variant::kIsGeneral ? 3 : 2>;
   static constexpr int kElements = Columns::kElements, kVec = Columns::kVec;
-  // Elements that a thread processes together.
+  // Elements that a thread processes in one step of a loop: a vector, or less if that would take too many registers.
   static constexpr int kMaxStep = Variant::kIsGeneral ? 2 : Variant::kMapping == Mapping::kElements ? 4 : 8;
   static constexpr int kStep = std::min(kVec, kMaxStep);
   // Whether a thread loads its elements of grad_sum before it computes dx, so that it waits for memory once.

@@ -119,7 +119,7 @@ struct ScaledStatistics {
       scaled_rstd = 1;
       return;
     }
-    // mean * row_scale might overflow. With a row_scale of 1, no product underflows: floats beyond 2^20
+    // mean * row_scale might overflow. With a row_scale of 1 instead, no product underflows, because floats beyond 2^20
     // are at least 1/8 apart.
     const bool is_far = rstd > 1 && abs(mean) > Acc(0x1p20);
     row_scale = is_far ? 1 : power_of_two_below(max(rstd, std::numeric_limits<Acc>::min()));

@@ -334,7 +334,8 @@ class WarpSums {
     if (lane == 0 || lane == 8 || lane == 16) put_[buffer_] = sum;
     buffer_ = kBuffer - buffer_;
   }
-  // Adds the sums that the row's warps put last: lanes 8 k to 8 k + 7 each load sum k of another warp, or of two.
+  // Adds the sums that the row's warps put last, for all lanes of all these warps. Lanes 8 k to 8 k + 7 each load sum k
+  // of another warp, or of two.
   __device__ __forceinline__ void get(Acc (&sums)[3], int row_warps) {
     const Acc* const from = get_ + (kBuffer - buffer_);
     Acc sum = from[0];
