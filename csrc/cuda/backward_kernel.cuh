@@ -143,9 +143,10 @@ struct ClusterColumnSums {
 template <class T, class X, class Variant>
 __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockThreads, Variant::kRowFitsWarp ? 2 : 1)
     backward_staged(const BackwardParams p, const BackwardPlan plan) {
-  using Rows = BackwardStagedRows<T, X, Variant>;
+  using StagedRows = BackwardStagedRows<T, X, Variant>;
   using Index = typename Variant::Index;
-  constexpr int kElements = Rows::kElements, kVec = Rows::kVec, kLag = kLagOf<Variant>, kStageBytes = Rows::kStageBytes;
+  constexpr int kElements = StagedRows::kElements, kVec = StagedRows::kVec, kLag = kLagOf<Variant>,
+                kStageBytes = StagedRows::kStageBytes;
   const Flags flags = supported_flags<Variant>(plan.flags);
   const bool row_fits_warp = Variant::kRowFitsWarp || (Variant::kIsGeneral && plan.row_fits_warp);
   const bool shares_row = flags.has(kBlocksShareRow), cluster_shares_row = flags.has(kClusterSharesRow);
@@ -157,18 +158,18 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
   const int row_warps = row_fits_warp ? 1 : plan.row_threads / kWarpSize;
   const int group = row_fits_warp ? 0 : warp / row_warps;  // the index of this warp's group of row_warps warps
   const int first_warp = row_fits_warp ? warp : group * row_warps;
-  const typename Rows::Columns columns(warp - first_warp, row_fits_warp ? plan.row_threads : kWarpSize,
-                                       plan.whole_vectors);
+  const typename StagedRows::Columns columns(warp - first_warp, row_fits_warp ? plan.row_threads : kWarpSize,
+                                             plan.whole_vectors);
   extern __shared__ __align__(16) unsigned char shared[];
   const Index block_begin = shares_row ? Index{plan.block_cols} * static_cast<Index>(blockIdx.x) : 0;
-  const Rows rows{p,
-                  plan,
-                  flags,
-                  columns,
-                  row_fits_warp ? warp * (kWarpSize / plan.row_threads) + columns.row_in_warp : group,
-                  block_begin,
-                  static_cast<int>(min(static_cast<Index>(p.cols) - block_begin, Index{plan.block_cols})),
-                  shared + warp * plan.stages * kStageBytes};
+  const StagedRows rows{p,
+                        plan,
+                        flags,
+                        columns,
+                        row_fits_warp ? warp * (kWarpSize / plan.row_threads) + columns.row_in_warp : group,
+                        block_begin,
+                        static_cast<int>(min(static_cast<Index>(p.cols) - block_begin, Index{plan.block_cols})),
+                        shared + warp * plan.stages * kStageBytes};
 
   __shared__ WarpSumsMemory warp_sums_memory;
   WarpSums warp_sums(warp_sums_memory, first_warp, row_warps);
@@ -224,7 +225,7 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
       finished_statistics = statistics;
       if (kLag > 0 && iteration > 0) get_row_sums();
       if (iteration < iterations) {
-        wait_for_stage<Rows::kMaxStages - kLag>(plan.stages - kLag);
+        wait_for_stage<StagedRows::kMaxStages - kLag>(plan.stages - kLag);
         const auto& header = rows.header(stage_offset);
         statistics = ScaledStatistics(header.mean, header.rstd, flags.has(kMemoryEfficient));
         RowSums sums = {};
@@ -253,7 +254,7 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
           rows.store_gradients(has_grad_sum, dw, db, finished_offset, finished_statistics, means, weight,
                                segment.sample);
         };
-        if constexpr (Rows::kLoadsGradSumFirst) {
+        if constexpr (StagedRows::kLoadsGradSumFirst) {
           flags.has(kGradSum) ? store_gradients(std::true_type()) : store_gradients(std::false_type());
         } else {
           store_gradients(flags.has(kGradSum));
@@ -320,14 +321,14 @@ struct Instance {
 // fits, the result's kernel is null.
 template <class T, class X, class Variant>
 Instance plan_stages(const BackwardPlan& plan, LaunchConfig config, size_t column_sum_bytes) {
-  using Rows = BackwardStagedRows<T, X, Variant>;
+  using StagedRows = BackwardStagedRows<T, X, Variant>;
   const auto kernel = backward_staged<T, X, Variant>;
   constexpr size_t kColumnSums = kThreads * sizeof(Vector<Acc, kVectorSize<X>>);  // of sum_columns_over_block()
   constexpr size_t kMaxStaticShared = kColumnSums + 1792;
   static_assert(kColumnSums + sizeof(WarpSumsMemory) + sizeof(BlockExchange::Memory) <= kMaxStaticShared);
   Instance chosen;
-  for (int stages = Rows::kMaxStages; stages >= Rows::kMaxStages - 1; --stages) {
-    const size_t ring_bytes = config.block.x / kWarpSize * stages * Rows::kStageBytes;
+  for (int stages = StagedRows::kMaxStages; stages >= StagedRows::kMaxStages - 1; --stages) {
+    const size_t ring_bytes = config.block.x / kWarpSize * stages * StagedRows::kStageBytes;
     config.shared_bytes = ring_bytes + column_sum_bytes;
     if (config.shared_bytes + kMaxStaticShared > max_shared_memory(config)) continue;
     const int64_t resident = std::max(resident_blocks(config, kernel) / plan.row_blocks, 1);

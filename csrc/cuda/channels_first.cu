@@ -30,7 +30,7 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kUnroll = 8;  // channels that a thread loads before it uses them
-// Without these bounds, nvcc aims at more resident blocks and spills registers.
+// The resident blocks that __launch_bounds__ asks for. Without them, nvcc aims at more and spills registers.
 constexpr int kMinBlocksOfForward = 3, kMinBlocksOfBackward = 2;
 
 // Bytes of static shared memory of either kernel: of sum_warps<1> and sum_warps<2> in forward, of sum_warps<3> in
@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfBackward)
       } else if (staged && exists) {
         for_each_channel(p.cols, [&](int64_t c) { staged_x[c] = global_x[c], staged_dy[c] = global_dy[c]; });
       }
-      double sums[3] = {};
+      double sums[3] = {};  // of d (ScaledStatistics), g = dy * weight, and g * d
       sum_channels(sums, p.cols, [&](int64_t c, Acc(&chunk_sums)[3]) {
         const Acc w = load_weight(c), d = load_d(c, w), g = load_dy(c) * w;
         chunk_sums[0] += d;

@@ -255,8 +255,7 @@ struct ForwardStagedRows {
         Acc v[kStep];
         read(v, columns, x, norm_input, j);
         for (int e = 0; e < kStep; ++e) {
-          // Elements after the end are zeros, and stay zeros without the center. A vector is before the end or after
-          // it.
+          // Elements after the end are zeros, and stay zeros without the center. No vector spans the end.
           const int column = columns.column(Variant::kMapping == Mapping::kVectors ? j : j + e);
           const bool exists = !has_end.value || column < block_cols;
           thread_sums.add(e, fma(v[e], moments.row_scale, exists ? -moments.center : 0));
@@ -319,18 +318,19 @@ constexpr int kResidentThreads = 640;
 template <class T, class X, class Variant>
 __global__ void __launch_bounds__(Variant::kIsGeneral ? kMaxBlockThreads : kResidentThreads, Variant::kIsGeneral)
     forward_staged(const ForwardParams p, const StagedPlan plan) {
-  using Rows = ForwardStagedRows<T, X, Variant>;
-  constexpr int kElements = Rows::kElements;
+  using StagedRows = ForwardStagedRows<T, X, Variant>;
+  constexpr int kElements = StagedRows::kElements;
   const Flags flags = supported_flags<Variant>(plan.flags);
   // The shuffle tells the compiler that all lanes of a warp have the same value.
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpSize, 0);
   const bool row_fits_warp = Variant::kIsGeneral && plan.row_fits_warp, shares_row = flags.has(kBlocksShareRow);
   const int64_t block_begin = int64_t{plan.block_cols} * blockIdx.x;
   const int block_cols = static_cast<int>(min(p.cols - block_begin, int64_t{plan.block_cols}));
-  const typename Rows::Columns columns(row_fits_warp ? 0 : warp, row_fits_warp ? plan.row_threads : kWarpSize,
-                                       plan.whole_vectors);
+  const typename StagedRows::Columns columns(row_fits_warp ? 0 : warp, row_fits_warp ? plan.row_threads : kWarpSize,
+                                             plan.whole_vectors);
   extern __shared__ __align__(16) unsigned char shared[];
-  const Rows rows{p, plan, flags, columns, block_begin, block_cols, shared + warp * plan.stages * plan.stage_bytes};
+  const StagedRows rows{
+      p, plan, flags, columns, block_begin, block_cols, shared + warp * plan.stages * plan.stage_bytes};
 
   // The block's rows are [first_row, end_row). Copies run ahead by as many rows as there are stages.
   const int64_t rows_per_block = int64_t{plan.iterations} * plan.rows_per_iteration;

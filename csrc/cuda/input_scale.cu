@@ -75,7 +75,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardParams& p, const
   const int step = static_cast<int>(blockDim.y);
   for (int64_t s = blockIdx.y; s < plan.num_segments; s += gridDim.y) {
     const Segment<int64_t> segment(plan, s);
-    Acc input_scale[kVec];
+    Acc input_scale[kVec];  // zeros if dx is not computed
     with_weight_type<T>(plan.flags, [&](auto element) {
       widen(input_scale, columns.load(has_dx, address<const decltype(element)>(p.input_scale, {segment.sample, 0})));
     });
@@ -214,10 +214,9 @@ void backward_with_input_scale(const BackwardParams& p) {
 
   plan.workspace = allocator.reserved();
   launch(config, kernel_of(p.dtype), p, plan);
-  launch_add_partials(
-      p, plan.workspace, /*is_double=*/false, p.cols,
-      plan.partial_sums(p.samples, p.grad_input_scale, kInputScalePerSample, /*first_row=*/0, num_partials),
-      /*second=*/{}, config);
+  launch_add_partials(p, plan.workspace, /*is_double=*/false, p.cols,
+                      plan.partial_sums(p, p.grad_input_scale, kInputScalePerSample, /*first_row=*/0, num_partials),
+                      /*second=*/{}, config);
 }
 
 }  // namespace layernorm::cuda

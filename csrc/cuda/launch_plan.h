@@ -46,12 +46,12 @@ enum Flag : unsigned {
   kFirstLaunch = 1 << 7,       // blocks share rows without a cluster: this launch stores their partial results
   kSecondLaunch = 1 << 8,      // and this one loads these and stores the results (BlockExchange)
   kResidual = 1 << 9,          // forward only
-  kGradInput = 1 << 10,        // backward only, like the next four: it computes this gradient
+  kGradInput = 1 << 10,        // backward only, like the next six: it computes this gradient
   kGradWeight = 1 << 11,
   kGradBias = 1 << 12,
   kGradSum = 1 << 13,  // grad_sum is added to grad_input
   kMemoryEfficient = 1 << 14,
-  kWeightPerSample = 1 << 15,  // backward only: each sample has a dweight of its own
+  kWeightPerSample = 1 << 15,  // each sample has a dweight of its own
   kBiasPerSample = 1 << 16,
   kInputScale = 1 << 17,  // forward only
   kGatedNorm = 1 << 18,
@@ -266,20 +266,22 @@ struct GradientPlan {
     return segments_per_gradient.divisor() == 1 && (flags.has(per_sample) || num_segments == 1) &&
            iterations <= kIterationsPerSum;
   }
-  // The rows of partial sums of a gradient in the workspace. `per_sample` is the flag kWeightPerSample, ...
+  // The number of rows of partial sums of a gradient in the workspace. `gradient` and `per_sample` are its flags, such
+  // as kGradWeight and kWeightPerSample.
   int64_t num_partials(Flag gradient, Flag per_sample) const {
     return flags.has(gradient) && !stores_gradient_directly(per_sample) ? num_segments : 0;
   }
-  PartialSums partial_sums(int64_t samples, const View& gradient, Flag per_sample, int64_t first_row,
-                           int64_t num_partials) const {
-    samples = std::min(flags.has(per_sample) ? samples : 1, num_partials);
-    return {first_row, samples, num_partials / std::max(samples, int64_t{1}), gradient};
+  // Describes the partial sums of a gradient that has `num` rows of them in the workspace.
+  PartialSums partial_sums(const BackwardParams& p, const View& gradient, Flag per_sample, int64_t first_row,
+                           int64_t num) const {
+    const int64_t samples = std::min(flags.has(per_sample) ? p.samples : 1, num);
+    return {first_row, samples, num / std::max(samples, int64_t{1}), gradient};
   }
   PartialSums weight_sums(const BackwardParams& p) const {
-    return partial_sums(p.samples, p.grad_weight, kWeightPerSample, 0, num_weight_partials);
+    return partial_sums(p, p.grad_weight, kWeightPerSample, 0, num_weight_partials);
   }
   PartialSums bias_sums(const BackwardParams& p) const {
-    return partial_sums(p.samples, p.grad_bias, kBiasPerSample, num_weight_partials, num_bias_partials);
+    return partial_sums(p, p.grad_bias, kBiasPerSample, num_weight_partials, num_bias_partials);
   }
 };
 
