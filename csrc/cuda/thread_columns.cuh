@@ -114,7 +114,7 @@ struct ThreadColumns {
   }
 
   // The address in shared memory of this thread's element 0, which fetch() has copied. `offset` is the misalignment()
-  // of the address in global memory of the warp's first column.
+  // of the row's address in global memory; each warp's first column has the same.
   template <class E>
   __device__ __forceinline__ E* staged_elements(unsigned char* shared, int offset) const {
     if constexpr (kMapping == Mapping::kVectors) {
