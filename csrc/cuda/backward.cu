@@ -4,26 +4,27 @@
 //
 // and dx = rstd * (g - xhat * mean(g * xhat)) for RMSNorm. The gradient of forward's sum is added to dx.
 //
-// A gated norm has y = n * f(z) with n = xhat * weight + bias: dy * f(z) takes the place of dy, and dz = dy * n *
-// f'(z). If the gate is first, x * f(z) takes the place of x, and with du its gradient, dx = du * f(z) and dz = du * x
-// * f'(z).
+// A gated norm with gate z has y = n * f(z), where n = xhat * weight + bias: dn = dy * f(z) takes the place of dy
+// above, and dz = dy * n * f'(z). If the gate is first, u = x * f(z) is normalized: du is computed as dx above, and dx
+// = du * f(z), dz = du * x * f'(z).
 //
 //   fetch(): global memory -> stage -> sum_row() -> [exchange] -> store_gradients(): dx, column sums -> add_partials
 //
-// x, dy, dx, dweight and dbias are input, grad_output, grad_input, grad_weight and grad_bias of BackwardParams. The
-// same threads share a row as in forward (forward.cu), and own 16 of its columns each (thread_columns.cuh): they keep
-// their weights and sums of dweight and dbias in registers. Blocks are persistent: a block takes the rows of a segment
-// (GradientPlan) in turn, which asynchronous copies bring to shared memory, and reads a row twice from there. The warps
-// of a block exchange their sums once per row, while they work on the next row. The workspace has the segments' partial
-// sums of dweight and of dbias, and then the results of BlockExchange. A second kernel, add_partials, adds the segments
-// in order, without atomic operations. Few rows take one block or one cluster, which adds its own sums instead.
-// 3 * samples * rows * cols * sizeof(T) bytes are moved, and 5 of them for a gated norm.
+// x, dy, dx, dweight and dbias are input, grad_output, grad_input, grad_weight and grad_bias of BackwardParams. Rows
+// are staged in shared memory, also short ones. RowDivision divides them among lanes, warps and blocks, and a thread
+// owns 16 columns (thread_columns.cuh), whose weights and sums of dweight and dbias it keeps in registers. Blocks are
+// persistent: a block takes the rows of a segment (GradientPlan) in turn, which asynchronous copies bring to shared
+// memory, and reads each row twice from there. The warps of a block exchange their sums once per row, while they work
+// on the next row. The workspace has the partial sums of dweight of all segments, those of dbias, and then the results
+// of BlockExchange. A second kernel, add_partials, adds the segments in order, without atomic operations. If there are
+// few rows, one block or one cluster adds up the gradients itself. 3 * samples * rows * cols * sizeof(T) bytes are
+// moved, and 5 * samples * rows * cols * sizeof(T) for a gated norm.
 //
 // As in cpu/backward.cpp, the mean of xhat, which is the rounding error of the saved mean, is subtracted from xhat.
 //
 // Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467.
 #include "../dtypes.h"
-#include "geometry.h"
+#include "launch_plan.h"
 #include "vec.cuh"
 
 namespace layernorm::cuda {

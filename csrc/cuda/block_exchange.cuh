@@ -1,22 +1,24 @@
-// The exchange of partial results between the blocks that share a long row. Block blockIdx.x of a row has its columns
-// [blockIdx.x * block_cols, + block_cols); blocks of different rows differ in blockIdx.y.
+// The exchange of partial results between the blocks that share a long row. Blocks with the same blockIdx.y share their
+// rows: block blockIdx.x has the columns from blockIdx.x * block_cols on.
 #pragma once
 
 #include "thread_columns.cuh"
 
 namespace layernorm::cuda {
 
-// The result of a block for its columns of a row: packed moments in forward, RowSums in backward.
+// The result of a block for its columns of a row: encoded moments in forward, RowSums in backward.
 using PartialResult = Acc[3];
 
 // Gives the blocks of a row the results of all of them.
 //
 // If a cluster shares a row, each block stores its result in the shared memory of all blocks of the cluster
-// (distributed shared memory), and an mbarrier there tells when all have arrived. Four buffers, which take turns,
-// suffice: a block sends the result of row r only after it has received those of row r - 2 from every block, and each
-// of them sent that only after a barrier that follows its reads of row r - 4.
+// (distributed shared memory), and an mbarrier there tells when all have arrived. A block has one row in each iteration
+// of its loop. Four buffers, which take turns, suffice: a block sends the result of iteration i only after it has
+// received those of iteration i - 2 from every block, and these blocks sent them only after a barrier that follows
+// their reads of iteration i - 4.
 //
-// Otherwise a first launch stores the results in the workspace, and a second one loads them.
+// Otherwise the kernel is launched twice: the first launch stores the results in the workspace, and the second one
+// loads them.
 class BlockExchange {
  public:
   static constexpr int kBuffers = 4;
@@ -36,33 +38,33 @@ class BlockExchange {
   __device__ __forceinline__ BlockExchange(Memory& memory, void* workspace, int row_blocks, Flags flags)
       : memory_(memory), workspace_(static_cast<PartialResult*>(workspace)), row_blocks_(row_blocks), flags_(flags) {}
 
-  // Sends the block's result for the row of this round to the row's blocks. All threads of the block call this.
-  __device__ __forceinline__ void send(const PartialResult& result, int round) const {
+  // Sends the block's result for the row of this iteration to the row's blocks. All threads of the block call this.
+  __device__ __forceinline__ void send(const PartialResult& result, int iteration) const {
     const int block = blockIdx.x, thread = recompute_from(static_cast<int>(threadIdx.x));
     if (flags_.has(kClusterSharesRow)) {
-      auto& barrier = memory_.barriers[round % kBuffers];
+      auto& barrier = memory_.barriers[iteration % kBuffers];
       if (thread == 0) barrier.expect(row_blocks_ * sizeof(PartialResult));
-      if (thread < row_blocks_) barrier.store(memory_.results[round % kBuffers][block], result, thread);
+      if (thread < row_blocks_) barrier.store(memory_.results[iteration % kBuffers][block], result, thread);
     } else if (flags_.has(kFirstLaunch) && thread == 0) {
-      for (int k = 0; k < 3; ++k) workspace_[row_begin(round) + block][k] = result[k];
+      for (int k = 0; k < 3; ++k) workspace_[row_begin(iteration) + block][k] = result[k];
     }
   }
   // Waits for the results of all blocks of the row, and returns them in the order of the blocks.
-  __device__ __forceinline__ const PartialResult* receive(int round) const {
-    if (flags_.has(kSecondLaunch)) return workspace_ + row_begin(round);
-    memory_.barriers[round % kBuffers].wait(round / kBuffers);
-    return memory_.results[round % kBuffers];
+  __device__ __forceinline__ const PartialResult* receive(int iteration) const {
+    if (flags_.has(kSecondLaunch)) return workspace_ + row_begin(iteration);
+    memory_.barriers[iteration % kBuffers].wait(iteration / kBuffers);
+    return memory_.results[iteration % kBuffers];
   }
 
-  // The workspace of two launches whose blocks have `rounds` rounds.
-  static int64_t workspace_bytes(dim3 grid, int64_t rounds) {
-    return rounds * grid.y * grid.x * static_cast<int64_t>(sizeof(PartialResult));
+  // The bytes of workspace for two launches of `grid` blocks, each of which has `iterations` iterations.
+  static int64_t workspace_bytes(dim3 grid, int64_t iterations) {
+    return iterations * grid.y * grid.x * static_cast<int64_t>(sizeof(PartialResult));
   }
 
  private:
-  // Where the workspace has the results of a row: [round, blockIdx.y, blockIdx.x].
-  __device__ __forceinline__ static int64_t row_begin(int round) {
-    return (int64_t{recompute_from(round)} * gridDim.y + blockIdx.y) * gridDim.x;
+  // The index of the first result of a row in the workspace, which is [iterations, gridDim.y, gridDim.x].
+  __device__ __forceinline__ static int64_t row_begin(int iteration) {
+    return (int64_t{recompute_from(iteration)} * gridDim.y + blockIdx.y) * gridDim.x;
   }
 
   Memory& memory_;
@@ -71,7 +73,7 @@ class BlockExchange {
   const Flags flags_;
 };
 
-// Launches a kernel once, or twice if its blocks share rows without a cluster: see BlockExchange.
+// Launches a kernel once or, if its blocks share rows but are not a cluster, twice: see BlockExchange.
 template <class Params, class Plan>
 void launch_once_or_twice(const LaunchConfig& config, void (*kernel)(Params, Plan), const Params& p, Plan plan) {
   if (plan.row_blocks > static_cast<int>(config.cluster)) {

@@ -1,8 +1,9 @@
 // Normalization over the channels of images, and its gradients, on a GPU. The formulas are those of forward.cu and
 // backward.cu: a sample is an image, a row is a pixel, and the columns are its channels.
 //
-//   x [images, channels, pixels]       a block takes a tile of 32 successive pixels, of one or more images:
-//   channel c, 32 pixels: contiguous   lane l has pixel l, warp w of 8 the channels w, w + 8, w + 16, ...
+// x is [images, channels, pixels], and the pixels of a channel are contiguous. A block takes a tile of 32 successive
+// pixels, of one or more images, with all their channels: lane l of each warp has pixel l, and warp w of 8 has the
+// channels w, w + 8, w + 16, ...
 //
 // So warps load contiguous pixels, and each sum over the channels adds the sums of the 8 warps in shared memory, with
 // two barriers. A tile [channels, 32] is staged in shared memory if it fits (`staged`): with n = images * channels *
@@ -18,8 +19,9 @@
 
 namespace layernorm::cuda {
 
-struct ChannelsFirstPlan : GradientPlan {  // forward uses only flags and rows_per_sample of GradientPlan
-  Divisor<double> channels;
+// What the host computes from Params. Forward uses only flags and rows_per_sample of GradientPlan.
+struct ChannelsFirstPlan : GradientPlan {
+  FloatDivisor<double> channels;
   bool staged;  // a tile fits into shared memory
 };
 
@@ -27,14 +29,15 @@ namespace {
 
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarpSize;
-constexpr int kUnroll = 8;  // channels whose loads are in flight
-// Without these bounds, nvcc aims at more resident blocks and spills registers.
+constexpr int kUnroll = 8;  // channels that a thread loads before it uses them
+// The resident blocks that __launch_bounds__ asks for. Without them, nvcc aims at more and spills registers.
 constexpr int kMinBlocksOfForward = 3, kMinBlocksOfBackward = 2;
 
-// Bytes of static shared memory of a kernel: sum_warps<1> and sum_warps<2> in forward, sum_warps<3> in backward.
+// Bytes of static shared memory of either kernel: of sum_warps<1> and sum_warps<2> in forward, of sum_warps<3> in
+// backward.
 constexpr int64_t kStaticShared = 3 * kWarps * kWarpSize * static_cast<int64_t>(sizeof(double));
 
-// The channels of one pixel, in global memory or in a staged tile.
+// The channels of one pixel, which are `stride` elements apart: in global memory, or 32 in a staged tile.
 template <class E>
 struct Channels {
   E* data;
@@ -46,7 +49,7 @@ struct Channels {
   __device__ __forceinline__ E& operator[](int64_t c) const { return data[c * stride]; }
 };
 
-// The weight or the bias of a pixel's image by channel, or default_value if the call has none. T or float at run time.
+// The weight or the bias of a pixel's image, by channel: elements of T or float, or default_value if the call has none.
 template <class T>
 struct ChannelWeight {
   const Flags flags;
@@ -65,31 +68,31 @@ struct ChannelWeight {
   }
 };
 
-// The length of a run: channels that a thread sums in float before it adds them to its sum in double. With 64, one
-// outlier among thousands of equal values exceeds the promised error.
-constexpr int kRunLength = 16;
+// The channels of a chunk, which a thread sums in float before it adds them to its sum in double. With 64, one outlier
+// among thousands of equal values would give a larger error than promised.
+constexpr int kChunk = 16;
 
-// Calls f(c) for each channel c of this warp, and end_of_run() after each run of kRunLength of them.
+// Calls f(c) for each channel c of this warp, and end_of_chunk() after each kChunk of them.
 template <class F, class G = DoNothing>
-__device__ __forceinline__ void for_each_channel(int64_t channels, const F& f, const G& end_of_run = {}) {
-  for (int64_t first = threadIdx.x / kWarpSize; first < channels; first += kRunLength * kWarps) {
-    const int run_length = static_cast<int>(min(ceil_div(channels - first, kWarps), int64_t{kRunLength}));
+__device__ __forceinline__ void for_each_channel(int64_t channels, const F& f, const G& end_of_chunk = {}) {
+  for (int64_t first = threadIdx.x / kWarpSize; first < channels; first += kChunk * kWarps) {
+    const int count = static_cast<int>(min(ceil_div(channels - first, kWarps), int64_t{kChunk}));
 #pragma unroll kUnroll
-    for (int i = 0; i < run_length; ++i) f(first + i * kWarps);
-    end_of_run();
+    for (int i = 0; i < count; ++i) f(first + i * kWarps);
+    end_of_chunk();
   }
 }
 
 // Calls copy(shared, global) for each vector that this thread moves between a staged tile [channels, 32] and global
-// memory. The tile has the pixels from `first` on, and `end` is after the last pixel of the array or segment.
+// memory. The tile has the pixels from first_pixel on; those from end_pixel on are after the array or the segment.
 template <class E, class F>
-__device__ __forceinline__ void for_each_vector(void* shared, const View& view, int64_t first, int64_t end,
+__device__ __forceinline__ void for_each_vector(void* shared, const View& view, int64_t first_pixel, int64_t end_pixel,
                                                 const Params& p, const ChannelsFirstPlan& plan, const F& copy) {
   using Pixels = Vector<E, kVectorSize<E>>;
-  constexpr int kVectors = kWarpSize / kVectorSize<E>;  // of a channel
-  const int pixel = threadIdx.x % kVectors * kVectorSize<E>;
-  if (first + pixel >= end) return;
-  const Channels<E> global(view, find_sample(first + pixel, p.samples > 1, plan.rows_per_sample));
+  constexpr int kVectors = kWarpSize / kVectorSize<E>;  // of a channel in the tile
+  const int64_t pixel = first_pixel + threadIdx.x % kVectors * kVectorSize<E>;
+  if (pixel >= end_pixel) return;
+  const Channels<E> global(view, split_row_number(pixel, p.samples > 1, plan.rows_per_sample));
   auto* staged = static_cast<Pixels*>(shared) + threadIdx.x;
 #pragma unroll 4
   for (int64_t c = threadIdx.x / kVectors; c < p.cols; c += kThreads / kVectors, staged += kThreads) {
@@ -97,7 +100,7 @@ __device__ __forceinline__ void for_each_vector(void* shared, const View& view, 
   }
 }
 
-// Adds each lane's values, those of a pixel, over the block's warps. All warps get the result.
+// Replaces each lane's values, of its pixel, by their sums over the same lane of all warps of the block.
 template <int kCount>
 __device__ __forceinline__ void sum_warps(double (&values)[kCount]) {
   __shared__ double warp_values[kCount][kWarps][kWarpSize];
@@ -112,16 +115,17 @@ __device__ __forceinline__ void sum_warps(double (&values)[kCount]) {
   __syncthreads();  // before the next call overwrites the shared memory
 }
 
-// Sums over the channels of each lane's pixel, for all warps: add(c, sums) adds the terms of channel c to kCount sums.
+// Computes kCount sums over all channels of each lane's pixel: add(c, sums) adds the terms of channel c. All warps call
+// this and get the sums.
 template <int kCount, class F>
 __device__ __forceinline__ void sum_channels(double (&sums)[kCount], int64_t channels, const F& add) {
-  Acc run_sums[kCount] = {};
+  Acc chunk_sums[kCount] = {};
   for_each_channel(
-      channels, [&](int64_t c) { add(c, run_sums); },
+      channels, [&](int64_t c) { add(c, chunk_sums); },
       [&] {
         for (int k = 0; k < kCount; ++k) {
-          sums[k] += run_sums[k];
-          run_sums[k] = 0;
+          sums[k] += chunk_sums[k];
+          chunk_sums[k] = 0;
         }
       });
   sum_warps(sums);
@@ -134,16 +138,18 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfForward)
   const Flags flags = plan.flags;
   const bool aligned = flags.has(kAlignedChannels), rms = flags.has(kRms);
   const int lane = threadIdx.x % kWarpSize;
-  const int64_t first = int64_t{blockIdx.x} * kWarpSize, end = p.samples * p.rows;  // pixels
-  const bool exists = first + lane < end;
-  const RowIndex pixel = find_sample(exists ? first + lane : 0, flags.has(kHasSamples), plan.rows_per_sample);
+  const int64_t first_pixel = int64_t{blockIdx.x} * kWarpSize, end_pixel = p.samples * p.rows;
+  const bool exists = first_pixel + lane < end_pixel;
+  const RowIndex pixel =
+      split_row_number(exists ? first_pixel + lane : 0, flags.has(kSeveralSamples), plan.rows_per_sample);
   const int64_t channels = exists ? p.cols : 0;
   extern __shared__ __align__(16) unsigned char shared[];  // x [channels, kWarpSize]
   const Channels<T> staged_x(reinterpret_cast<T*>(shared) + lane, kWarpSize);
   const Channels<T> global_x(p.input, pixel);
   const Channels<T> x = plan.staged ? staged_x : global_x;
   if (aligned) {
-    for_each_vector<T>(shared, p.input, first, end, p, plan, [](auto* to, auto* from) { async_copy<16>(to, from); });
+    for_each_vector<T>(shared, p.input, first_pixel, end_pixel, p, plan,
+                       [](auto* to, auto* from) { async_copy<16>(to, from); });
     async_commit();
     async_wait<0>();
     __syncthreads();
@@ -153,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfForward)
   const auto load = [&](int64_t c) { return static_cast<Acc>(x[c]); };
 
   Acc row_scale = 1, mean = 0;
-  double correction = 0, variance;  // the correction is the rounding error of the mean
+  double correction = 0, variance;  // the correction, the mean of x - mean, is the rounding error of the mean
   for (bool is_second_try = false;; is_second_try = true) {
     if (!rms) {
       double sum[1] = {};
@@ -169,7 +175,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfForward)
     if (!rms) correction = plan.channels.divide(moments[0]);
     variance = moments[1] * plan.channels.reciprocal - correction * correction;
     if (variance < 0) variance = 0;  // this comparison keeps NaN
-    // A sum has overflowed, or the pixel holds NaN or infinity and gives NaN again. The other pixels do not change.
+    // If a sum of a pixel has overflowed, the block repeats all sums, with a row_scale for this pixel; the others get
+    // the same result. A pixel that holds NaN or infinity is repeated, too, and gives NaN again.
     const bool overflows = !(variance < kInfinity);
     if (is_second_try || !__syncthreads_or(overflows)) break;
     if (overflows) row_scale = kRowScale;
@@ -193,15 +200,16 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfForward)
   });
   if (!aligned) return;
   __syncthreads();
-  for_each_vector<T>(shared, p.output, first, end, p, plan, [](auto* from, auto* to) { *to = *from; });
+  for_each_vector<T>(shared, p.output, first_pixel, end_pixel, p, plan, [](auto* from, auto* to) { *to = *from; });
 }
 
-// Backward. A block takes segments in turn, and the tiles of a segment. The workspace gets the partial sums of dweight
-// [num_weight_partials, channels] and dbias [num_bias_partials, channels], a row for each segment.
+// Backward. A block takes every gridDim.x-th segment, and in turn the tiles of a segment. The workspace gets the
+// partial sums of dweight [num_weight_partials, channels] and of dbias [num_bias_partials, channels], with a row for
+// each segment.
 template <class T>
 __global__ void __launch_bounds__(kThreads, kMinBlocksOfBackward)
     channels_first_backward(const BackwardParams p, const ChannelsFirstPlan plan) {
-  const Flags flags = plan.flags;  // other options are read from p, which takes fewer registers
+  const Flags flags = plan.flags;  // some options are read from p instead, which takes fewer registers
   const int lane = threadIdx.x % kWarpSize;
   extern __shared__ __align__(16) unsigned char shared[];  // x and dy [channels, kWarpSize]
   const Channels<T> staged_x(reinterpret_cast<T*>(shared) + lane, kWarpSize);
@@ -211,11 +219,11 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfBackward)
   const bool needs_x = has_dx || has_dweight, staged = plan.staged && needs_x;
   const bool aligned = flags.has(kAlignedChannels) && needs_x;
 
-  // Stores dx of the tile that begins at pixel `first`, and adds its sums of dweight and dbias to those of the segment,
-  // or stores them if the tile is the first one. The segment ends before `end`; lanes without a pixel add 0.
-  const auto process_tile = [&](int64_t first, int64_t end, int64_t segment, bool is_first) {
-    const bool exists = first + lane < end;
-    const RowIndex pixel = find_sample(exists ? first + lane : 0, p.samples > 1, plan.rows_per_sample);
+  // Stores dx of the tile from first_pixel on, and adds its sums of dweight and dbias to those of the segment, or
+  // stores them if it is the segment's first tile. The segment ends before end_pixel; lanes without a pixel add 0.
+  const auto process_tile = [&](int64_t segment, bool is_first, int64_t first_pixel, int64_t end_pixel) {
+    const bool exists = first_pixel + lane < end_pixel;
+    const RowIndex pixel = split_row_number(exists ? first_pixel + lane : 0, p.samples > 1, plan.rows_per_sample);
     const Channels<T> global_dy(p.grad_output, pixel), dy = staged ? staged_dy : global_dy;
     const Channels<T> global_x(p.input, pixel), x = staged ? staged_x : global_x;
     const Channels<T> global_dx(p.grad_input, pixel), dx = aligned ? staged_x : global_dx;
@@ -225,7 +233,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfBackward)
                                       has_statistics ? *address<const Acc>(p.rstd, pixel) : 0, p.memory_efficient);
     const auto load_weight = [&](int64_t c) { return p.zero_centered_weight ? weight[c] + 1 : weight[c]; };
     const auto load_dy = [&](int64_t c) { return exists ? static_cast<Acc>(dy[c]) : 0; };
-    const auto load_d = [&](int64_t c, Acc w) {  // see ScaledStatistics
+    const auto load_d = [&](int64_t c, Acc w) {  // d of ScaledStatistics; w is the weight
       if (!exists) return Acc(0);
       const Acc v = static_cast<Acc>(x[c]);
       return p.memory_efficient ? recover_xhat(v, w, bias[c]) : fma(v, statistics.row_scale, -statistics.scaled_mean);
@@ -236,20 +244,20 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfBackward)
       if (aligned) {
         const auto fetch = [](auto* to, auto* from) { async_copy<16>(to, from); };
         __syncthreads();  // the previous tile has been read
-        for_each_vector<T>(shared, p.input, first, end, p, plan, fetch);
-        for_each_vector<T>(shared_dy, p.grad_output, first, end, p, plan, fetch);
+        for_each_vector<T>(shared, p.input, first_pixel, end_pixel, p, plan, fetch);
+        for_each_vector<T>(shared_dy, p.grad_output, first_pixel, end_pixel, p, plan, fetch);
         async_commit();
         async_wait<0>();
         __syncthreads();
       } else if (staged && exists) {
         for_each_channel(p.cols, [&](int64_t c) { staged_x[c] = global_x[c], staged_dy[c] = global_dy[c]; });
       }
-      double sums[3] = {};
-      sum_channels(sums, p.cols, [&](int64_t c, Acc(&run_sums)[3]) {
+      double sums[3] = {};  // of d (ScaledStatistics), g = dy * weight, and g * d
+      sum_channels(sums, p.cols, [&](int64_t c, Acc(&chunk_sums)[3]) {
         const Acc w = load_weight(c), d = load_d(c, w), g = load_dy(c) * w;
-        run_sums[0] += d;
-        run_sums[1] += g;
-        run_sums[2] = fma(g, d, run_sums[2]);
+        chunk_sums[0] += d;
+        chunk_sums[1] += g;
+        chunk_sums[2] = fma(g, d, chunk_sums[2]);
       });
       const auto mean_of = [&](double sum) { return plan.channels.divide(sum); };
       const double mean_xhat = p.rms ? 0 : mean_of(sums[0]) * statistics.scaled_rstd,
@@ -268,7 +276,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfBackward)
         }
       }
       if (!has_dweight && !has_dbias) return;
-      // Both sums over the lanes at once: dweight in the lower half of the warp, dbias in the upper half.
+      // Adds dweight and dbias over the lanes with 5 shuffles instead of 10: after the first one, the lower half of the
+      // warp has dweight, and the upper half dbias.
       const bool is_upper = lane >= kWarpSize / 2;
       Acc sum = (is_upper ? dy_value : dw) + __shfl_xor_sync(kAllLanes, is_upper ? dw : dy_value, kWarpSize / 2);
       sum = sum_over_lanes<kWarpSize / 2>(sum);
@@ -280,30 +289,32 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfBackward)
     });
     if (!aligned || !has_dx) return;
     __syncthreads();
-    for_each_vector<T>(shared, p.grad_input, first, end, p, plan, [](auto* from, auto* to) { *to = *from; });
+    for_each_vector<T>(shared, p.grad_input, first_pixel, end_pixel, p, plan,
+                       [](auto* from, auto* to) { *to = *from; });
   };
 
   for (int64_t segment = blockIdx.x; segment < plan.num_segments; segment += gridDim.x) {
     const auto [sample, first_row, rows] = Segment<int64_t>(plan, segment);
-    for (int row = 0; row < rows; row += kWarpSize) process_tile(first_row + row, first_row + rows, segment, row == 0);
+    for (int row = 0; row < rows; row += kWarpSize) process_tile(segment, row == 0, first_row + row, first_row + rows);
   }
 }
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-// Whether every channel of every image starts at a multiple of 16 bytes. An absent array is aligned.
+// Whether every channel of every image starts at a multiple of 16 bytes, or the array is absent.
 bool is_aligned(const Params& p, const View& view) {
   const int64_t vector = 16 / bytes_of(p.dtype);
   return !view.data || (reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.sample_stride % vector == 0 &&
                         view.col_stride % vector == 0);
 }
 
-// Plans a launch, without the segments of backward. A pixel has bytes_per_channel in the staged arrays.
+// Plans a launch, without the segments of backward. `are_aligned` says that is_aligned() holds for all arrays of
+// pixels. All staged arrays together have bytes_per_channel for a channel of a pixel.
 template <class P>
 ChannelsFirstPlan make_plan(const P& p, bool are_aligned, int64_t bytes_per_channel, LaunchConfig& config) {
   ChannelsFirstPlan plan = {};
-  plan.rows_per_sample = FastDivisor(p.rows);
-  plan.channels = Divisor<double>(p.cols);
+  plan.rows_per_sample = IntegerDivisor(p.rows);
+  plan.channels = FloatDivisor<double>(p.cols);
   const int64_t bytes = p.cols * kWarpSize * bytes_per_channel;
   plan.staged = bytes <= std::min(kMaxStagedBytes, static_cast<int64_t>(max_shared_memory(config)) - kStaticShared);
   plan.flags = make_flags(p);
@@ -331,7 +342,7 @@ void channels_first_backward(const BackwardParams& p) {
   dispatch_dtypes_of_images<Elements>(p, [&](auto types) {
     const auto kernel = channels_first_backward<typename decltype(types)::T>;
     const int64_t resident = resident_blocks(config, kernel);
-    plan.set_segments(p, kWarpSize, resident, /*min_rounds=*/4);
+    plan.set_segments(p, kWarpSize, resident, /*min_iterations=*/4);
     plan.num_weight_partials = p.grad_weight.data ? plan.num_segments : 0;  // this kernel stores no gradient
     plan.num_bias_partials = p.grad_bias.data ? plan.num_segments : 0;
     config.grid = static_cast<unsigned>(std::min(plan.num_segments, resident));

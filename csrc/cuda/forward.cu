@@ -5,24 +5,25 @@
 // A residual is added first, to the input or to its product with input_scale, and the sum is stored. Input and output
 // are of type T, x of X (float with a float32 residual, else T), weights of W (T or float), sums of Acc (float).
 //
-//   columns (16 bits / float32)   a row belongs to              file                    it waits in
+//   columns (16 bits / float32)   threads that share a row      file                    where it is kept
 //   whole vectors, up to
-//     248 / 124                   some lanes, 4 rows a thread   forward_registers.cu    registers
-//     1024 / 512                  some lanes, 2 rows a thread   forward_registers.cu    registers
+//     248 / 124                   lanes with 4 rows each        forward_registers.cu    registers
+//     1024 / 512                  lanes with 2 rows each        forward_registers.cu    registers
 //     16384 / 8192                a warp, or a block            forward_registers.cu    registers
 //   others, and gated norms, up to
 //     512                         some lanes, or a warp         forward_staged.cu       shared memory
 //     8192                        a block                       forward_staged.cu       shared memory
-//     65536                       a cluster of 4 or 8           block_exchange.cuh too  shared memory
-//     any number                  blocks of two launches        block_exchange.cuh too  shared memory
+//     65536                       a cluster of 4 or 8 blocks    block_exchange.cuh too  shared memory
+//     any number                  blocks, in two launches       block_exchange.cuh too  shared memory
 //   images                        a lane of each warp           channels_first.cu       shared memory
 //
-// Before compute capability 9.0 there are no clusters, and rows of more than 8192 columns take two launches, which read
-// them twice. The choice depends on the dtype and the number of columns alone, and so does the order of summation,
-// except for rows further apart than 2 GiB and for more than 2^30 rows. moments.cuh has the numerical method.
+// Before compute capability 9.0 there are no clusters, and staged rows of more than 8192 columns take two launches,
+// which read them twice. The choice depends on the dtype and the number of columns alone, and so does the order of
+// summation, except for rows further apart than 2 GiB and for more than 2^30 rows, which are always staged. moments.cuh
+// has the numerical method.
 //
 // Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467.
-#include "geometry.h"
+#include "launch_plan.h"
 
 namespace layernorm::cuda {
 

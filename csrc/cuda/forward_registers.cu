@@ -1,33 +1,37 @@
 // Forward for rows of whole vectors that fit into registers; forward.cu has the formulas.
 //
-// A row belongs to a group of row_threads threads: 1 to 32 lanes of a warp, or the whole block. Only then it needs
-// barriers. A block of G groups has kRows * G rows:
+// A row belongs to a group of row_threads threads: 1 to 32 lanes of a warp or, with barriers, the whole block. Each
+// group has kRows rows, so a block of G groups has kRows * G rows:
 //
-//   group g of block b     rows (b * kRows + r) * G + g, for r < kRows; they share its vectors of weight and bias
-//   thread t of a group    vectors t, t + row_threads, t + 2 * row_threads, ... of each row: kVectors, in registers
+//   group g of block b     rows (b * kRows + r) * G + g, for r < kRows
+//   thread t of a group    kVectors vectors of each of these rows, t, t + row_threads, t + 2 * row_threads, ..., in
+//                          registers, and the same vectors of weight and bias
 //
 //   bfloat16 columns   vectors   kVectors x kRows   row_threads   groups per block
 //   64                 8         2 x 4              4             32
 //   768                96        4 x 2              32            4
 //   8192               1024      8 x 1              128           1
 //
-// A thread requests all of its vectors of x at once, past the L1 cache, which keeps weight and bias, and prefetches
-// those at the same time, so that it waits for memory once. The kernel moves 2 * samples * rows * cols * sizeof(T)
-// bytes; with a residual also those of the residual and the sum.
+// A thread requests all of its vectors of x at once, and prefetches weight and bias at the same time, so that it waits
+// for memory once. Loads of x bypass the L1 cache, which keeps weight and bias. The kernel moves 2 * samples * rows *
+// cols * sizeof(T) bytes; with a residual also those of the residual and the sum.
 #include "../dtypes.h"
 #include "moments.cuh"
 
 namespace layernorm::cuda {
 
+// What the host computes from ForwardParams for forward_registers.
 struct RegistersPlan : ForwardPlan {
   unsigned vectors;  // per row
   int row_threads, log2_row_threads;
-  int64_t x_gap, input_gap, output_gap, sum_gap;  // bytes from the end of a sample to the next one
+  // Bytes from where the next row of a sample would be, after its last one, to the first row of the next sample.
+  int64_t x_gap, input_gap, output_gap, sum_gap;
 };
 
 namespace {
 
-// The log2_row_threads of a row that spans the block: so large that shifts by it give 0, and masks threadIdx.x.
+// The log2_row_threads of a row that spans the block: so large that threadIdx.x >> it is 0, the only group, and that
+// threadIdx.x & ((1 << it) - 1) is threadIdx.x, the thread's index in the group.
 constexpr int kLog2OfWholeBlock = 30;
 
 // A thread's work: kVectors vectors of each of its kRows rows.
@@ -47,14 +51,14 @@ struct ThreadRows {
   }
   // Whether the thread's vector i is before the end of the row.
   __device__ __forceinline__ bool has_vector(int i) const { return i * row_threads + thread_in_row < plan.vectors; }
-  // A copy for another phase of a row, from which the compiler computes has_vector() again: see recompute_from().
+  // A copy for another phase of the kernel, from which the compiler computes has_vector() again: see recompute_from().
   __device__ __forceinline__ ThreadRows recomputed() const {
     return {p, plan, row_threads, kRows == 1 ? recompute_from(thread_in_row) : thread_in_row};
   }
 
-  // The groups of threads that have rows.
+  // The number of groups (see above) of a block, unless a row spans the block.
   __device__ __forceinline__ unsigned groups_per_block() const { return blockDim.x >> plan.log2_row_threads; }
-  // The number of the thread's row r among all samples * rows. The row may not exist, see row_exists().
+  // The number of the thread's row r (r < kRows) among all samples * rows. In the last block, it may not exist.
   __device__ __forceinline__ unsigned row_number(int r) const {
     if (row_spans_block()) return blockIdx.x;
     return (recompute_from(blockIdx.x) * kRows + r) * groups_per_block() + (threadIdx.x >> plan.log2_row_threads);
@@ -65,20 +69,22 @@ struct ThreadRows {
   // Finds the samples of the thread's rows. Rows that do not exist get the sample of the last row.
   __device__ __forceinline__ void find_samples(unsigned (&samples)[kRows]) const {
     for (unsigned& sample : samples) sample = 0;
-    if (!has(kHasSamples)) return;
+    if (!has(kSeveralSamples)) return;
     const unsigned first = row_number(0), last = static_cast<unsigned>(p.samples) * static_cast<unsigned>(p.rows) - 1;
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
       samples[r] = plan.rows_per_sample.divide_short(min(first + r * groups_per_block(), last));
   }
-  // The address of a row. Samples are `gap` bytes further apart than their rows take; this sum needs no branch.
+  // The address of row number `row` among all samples * rows, which is in sample `sample`: as if there were one sample,
+  // plus the gap for each sample before. This needs no branch for several samples.
   template <class E>
   __device__ __forceinline__ E* address_of(const View& view, const ByteStride& stride, int64_t gap, unsigned row,
                                            unsigned sample) const {
     return reinterpret_cast<E*>(stride.address<char>(view, row) + sample * gap);
   }
 
-  // Loads kCount vectors from this thread's vector `begin` on; default values after the end, or without `exists`.
+  // Loads kCount vectors of a row from this thread's vector `begin` on. Vectors after the end of the row, or all if
+  // `exists` is false, get the default value.
   template <bool kConstant, class E, int kCount>
   __device__ __forceinline__ void load(Vec<E> (&v)[kCount], bool exists, const E* row, int begin,
                                        E default_value) const {
@@ -89,14 +95,15 @@ struct ThreadRows {
       load_vector_if<kConstant>(exists && has_vector(begin + i), v[i], from + (begin + i) * row_threads * kVec);
     }
   }
-  // Stores the thread's vector i of a row.
+  // Stores the thread's vector i of a row, if both exist.
   template <class E>
   __device__ __forceinline__ void store(bool exists, E* row, const Vec<E>& v, int i) const {
     if (exists && has_vector(i)) *reinterpret_cast<Vec<E>*>(row + thread_in_row * kVec + i * row_threads * kVec) = v;
   }
 
   // Loads the thread's first kCount vectors of x of a row: input, residual + input, or residual + input_scale * input.
-  // With a residual, x is first the residual, to which the input is added.
+  // With a residual, `x` is first the residual, to which the input is added. `row` is the number among all samples *
+  // rows.
   template <int kCount>
   __device__ __forceinline__ void load_x(Vec<X> (&x)[kCount], unsigned row, unsigned sample) const {
     const bool exists = row_exists(row);
@@ -105,7 +112,7 @@ struct ThreadRows {
                 X(0.0f));
     if (!has(kResidual)) return;
     const T* const from = address_of<const T>(p.input, plan.input_stride, plan.input_gap, row, sample);
-    constexpr int kInFlight = std::min(kCount, 2);  // vectors of the input that fit into registers
+    constexpr int kInFlight = std::min(kCount, 2);  // vectors of the input for which there are registers beside x
 #pragma unroll
     for (int begin = 0; begin < kCount; begin += kInFlight) {
       Vec<T> input[kInFlight];
@@ -136,8 +143,8 @@ struct ThreadRows {
     load<true>(vector, exists, address<const W>(view, {sample, 0}), i, W(default_value));
     widen(v, vector[0]);
   }
-  // Loads the thread's vector i of weight and bias. The type is chosen anew for each vector: this branch keeps the
-  // compiler from loading the next vectors early, which would take registers.
+  // Loads the thread's vector i of weight and bias. with_weight_type() is called for each vector, because its branch
+  // keeps the compiler from loading the next vectors early, which would take registers.
   __device__ __forceinline__ void load_weight_and_bias(Acc (&weight)[kVec], Acc (&bias)[kVec], int64_t sample,
                                                        int i) const {
     with_weight_type<T>(plan.flags, [&](auto element) {
@@ -148,9 +155,9 @@ struct ThreadRows {
     const Acc weight_offset = has(kZeroCentered) ? Acc(1) : -Acc(0);  // -0 changes no number
     for (int e = 0; e < kVec; ++e) weight[e] += weight_offset;
   }
-  // Prefetches a sample's weight or bias: each thread of the row requests other cache lines.
-  __device__ __forceinline__ void prefetch_weights(const View& view, Flag exists, int64_t sample) const {
-    if (!has(exists)) return;
+  // Prefetches a sample's weight (kWeight) or bias (kBias): each thread of the row requests other cache lines.
+  __device__ __forceinline__ void prefetch_parameter(Flag parameter, const View& view, int64_t sample) const {
+    if (!has(parameter)) return;
     with_weight_type<T>(plan.flags, [&](auto element) {
       const auto* const from = address<const decltype(element)>(view, {sample, 0});
       constexpr int kLine = 128 / sizeof(element);
@@ -158,16 +165,16 @@ struct ThreadRows {
     });
   }
 
-  // Estimates the mean of a row by the average of its first vector. In a row of lanes, the row's first lane holds that
-  // vector and broadcasts its average; of a row that spans the block, all threads have loaded it.
+  // Estimates the mean of a row by the average of its first vector. If the row spans the block, all threads have loaded
+  // that vector. Otherwise only the row's first lane has, and broadcasts the average to the row's other lanes.
   __device__ __forceinline__ Acc estimate_mean(const Vec<X>& first_vector) const {
     Acc v[kVec];
     widen(v, first_vector);
     return row_spans_block() ? average(v) : __shfl_sync(kAllLanes, average(v), threadIdx.x % kWarpSize - thread_in_row);
   }
 
-  // Sets sums[0] and sums[1] to the thread's sums of d = x * row_scale - center and d^2. Widening x again takes fewer
-  // registers than keeping the wide elements.
+  // Sets sums[0] and sums[1] to the thread's sums of d = x * row_scale - center and d^2 in a row. Converting x to float
+  // again in each phase takes fewer registers than keeping the floats.
   __device__ __forceinline__ void sum_moments(Acc* sums, Vec<X> (&x)[kVectors], const Moments& moments) const {
     MomentSums thread_sums;
 #pragma unroll
@@ -187,16 +194,17 @@ struct ThreadRows {
     Acc centers[kRows];
     unsigned samples[kRows];
     find_samples(samples);
-    // If a row spans the block, all threads load its first vector, and first of all: they estimate the mean from it.
-    Vec<X> row_first[1];
-    fill(row_first[0], X(0.0f));
-    if (row_spans_block() && !has(kRms))
-      ThreadRows{p, plan, row_threads, 0}.load_x(row_first, row_number(0), samples[0]);
+    // If a row spans the block, all threads load its first vector, like thread 0, to estimate the mean from it.
+    Vec<X> first_of_row[1];
+    fill(first_of_row[0], X(0.0f));
+    if (row_spans_block() && !has(kRms)) {
+      ThreadRows{p, plan, row_threads, /*thread_in_row=*/0}.load_x(first_of_row, row_number(0), samples[0]);
+    }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) load_x(x[r], row_number(r), samples[r]);
-    const Vec<X> first_vector = row_spans_block() ? row_first[0] : x[0][0];
-    prefetch_weights(p.weight, kWeight, samples[0]);
-    prefetch_weights(p.bias, kBias, samples[0]);
+    const Vec<X> first_vector = row_spans_block() ? first_of_row[0] : x[0][0];
+    prefetch_parameter(kWeight, p.weight, samples[0]);
+    prefetch_parameter(kBias, p.bias, samples[0]);
 
 #pragma unroll
     for (int r = 0; r < kRows; ++r) centers[r] = has(kRms) ? 0 : estimate_mean(r == 0 ? first_vector : x[r][0]);
@@ -209,7 +217,7 @@ struct ThreadRows {
     recomputed().store_results(x, moments, samples);
   }
 
-  // Stores the statistics, the sum with a residual, and the output of the thread's rows.
+  // Stores the statistics, with a residual the sum x, and the output of the thread's rows.
   __device__ __forceinline__ void store_results(Vec<X> (&x)[kRows][kVectors], const Moments (&moments)[kRows],
                                                 const unsigned (&samples)[kRows]) const {
     Normalizer normalizers[kRows];
@@ -225,7 +233,8 @@ struct ThreadRows {
         normalizers[r].store_statistics(p, plan, {samples[r], row - samples[r] * static_cast<unsigned>(p.rows)});
       }
       if (has(kResidual)) {
-        // The sum may replace the residual, whose first vector all threads have read before the sums.
+        // The sum may overwrite the residual: the barrier in reduce_moments() is after all threads' loads of its first
+        // vector, and no other thread reads this thread's vectors.
         X* const sum = address_of<X>(p.sum, plan.sum_stride, plan.sum_gap, row, samples[r]);
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) store(exist[r], sum, x[r][i], i);
@@ -250,8 +259,8 @@ struct ThreadRows {
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
 // The resident blocks per multiprocessor that __launch_bounds__ asks for. Blocks have 128 threads, or up to 256 with
-// one row per thread. Three blocks of 256, or six of 128, leave a thread 80 registers. In code for 8.0, and for 10.0
-// and later, a float32 row would then spill.
+// kRows = 1. Three blocks of 256, or six of 128, leave a thread 80 registers, and two of 256, or four of 128, leave it
+// 128. With 80, a float32 row with kRows = 1 would spill in code for 8.0, and for 10.0 and later.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ / 100 == 9
 template <class X>
 constexpr int kMinBlocksOfOneRow = 3;
@@ -275,20 +284,25 @@ __global__ void __launch_bounds__(kMaxThreads<kRows>, kMinBlocksPerSM<T, X, kRow
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-// An instance of the kernel.
-struct KernelChoice {
+// An instance of the kernel, with its kVectors and kRows.
+struct Instance {
   void (*kernel)(ForwardParams, RegistersPlan);
-  int thread_vectors, thread_rows;  // kVectors and kRows
+  int thread_vectors, thread_rows;
 };
 
-// A thread has eight vectors: of one long row, or of two or four short ones, which share instructions.
+template <class T, class X, int kVectors, int kRows>
+Instance instance() {
+  return {forward_registers<T, X, kVectors, kRows>, kVectors, kRows};
+}
+
+// Chooses the instance for rows of so many vectors. A thread has eight vectors: of one long row, or of two or four
+// short ones, which share instructions.
 template <class T, class X>
-KernelChoice choose_kernel(int64_t vectors) {
+Instance choose_instance(int64_t vectors) {
   if constexpr (std::is_same_v<T, X>) {
-    if (vectors < 32) return {forward_registers<T, X, 2, 4>, 2, 4};
+    if (vectors < 32) return instance<T, X, 2, 4>();
   }
-  if (vectors <= 128) return {forward_registers<T, X, 4, 2>, 4, 2};
-  return {forward_registers<T, X, 8, 1>, 8, 1};
+  return vectors <= 128 ? instance<T, X, 4, 2>() : instance<T, X, 8, 1>();
 }
 
 // Launches the kernel for x of X and input of T, or returns false if ByteStride cannot address all rows.
@@ -305,21 +319,22 @@ bool launch_rows(const ForwardParams& p) {
   plan.input_gap = gap_of(p.input, sizeof(T));
   plan.output_gap = gap_of(p.output, sizeof(T));
   plan.sum_gap = gap_of(p.sum, sizeof(X));
-  const KernelChoice choice = choose_kernel<T, X>(vectors);
-  const int64_t needed_threads = ceil_div(vectors, choice.thread_vectors);  // per row
-  plan.row_threads = static_cast<int>(round_up(needed_threads, kWarpSize));
-  plan.log2_row_threads = kLog2OfWholeBlock;
+  const Instance chosen = choose_instance<T, X>(vectors);
+  const int64_t needed_threads = ceil_div(vectors, chosen.thread_vectors);  // per row
+  int block_threads = kThreadsOfShortRows;
   if (needed_threads <= kWarpSize) {
     plan.log2_row_threads = 0;
     while (1 << plan.log2_row_threads < needed_threads) ++plan.log2_row_threads;
     plan.row_threads = 1 << plan.log2_row_threads;
+  } else {
+    plan.log2_row_threads = kLog2OfWholeBlock;
+    plan.row_threads = block_threads = static_cast<int>(round_up(needed_threads, kWarpSize));
   }
-  const int block = needed_threads <= kWarpSize ? kThreadsOfShortRows : plan.row_threads;
   LaunchConfig config;
-  config.grid = static_cast<unsigned>(ceil_div(num_rows, block / plan.row_threads * choice.thread_rows));
-  config.block = static_cast<unsigned>(block);
+  config.grid = static_cast<unsigned>(ceil_div(num_rows, block_threads / plan.row_threads * chosen.thread_rows));
+  config.block = static_cast<unsigned>(block_threads);
   config.stream = static_cast<Stream>(p.stream);
-  launch(config, choice.kernel, p, plan);
+  launch(config, chosen.kernel, p, plan);
   return true;
 }
 

@@ -3,19 +3,21 @@
 //
 //   fetch(): global memory -> stage -> compute_moments(): x, moments -> [exchange, merge()] -> store_output(): y
 //
-// Blocks are persistent. In each round, a block takes rows_per_round rows: one, or as many as its groups of lanes. A
-// block with blockIdx.x = b has the columns [b * block_cols, (b + 1) * block_cols) of its rows, and a thread 16 of
-// these in all rounds (thread_columns.cuh), whose weights and biases it keeps in registers. Each warp has a ring of up
-// to three stages in shared memory: one is read, twice, while asynchronous copies (cp.async) fill the others with the
-// rows of the next rounds. 2 * samples * rows * cols * sizeof(T) bytes are moved; with a residual also those of the
-// residual and the sum, which replaces it in the stage. The input_scale is read from the caches for each row.
+// Blocks are persistent: a block takes its rows in a loop, rows_per_iteration of them in each iteration. These are one
+// row, or one for each group of lanes that share a row. The block with blockIdx.x = b has the columns [b * block_cols,
+// (b + 1) * block_cols) of its rows. A thread owns the same 16 of them in all iterations (thread_columns.cuh), and
+// keeps their weights and biases in registers. Each warp has a ring of up to three stages in shared memory: the kernel
+// reads one twice, while asynchronous copies (cp.async) fill the others with the rows of the next iterations. 2 *
+// samples * rows * cols * sizeof(T) bytes are moved; with a residual also those of the residual and the sum, which
+// overwrites the residual in the stage. The input_scale is read from the caches for each row.
 //
-// A block has one barrier per row, and a cluster one exchange of moments. A cluster stores the output of a row one
-// round after it has summed it (`lag`), so that the exchange travels while the next row is summed: its first warp
-// merges the moments of the last row before the barrier that the sums of this row need.
+// A block has one barrier per row, and a cluster also one exchange of moments. A cluster stores the output of a row one
+// iteration after it has summed the row (`lag`), so that the exchange travels while it sums the next row. The first
+// warp of a block merges the moments of the last row before the barrier that the sums of the next row need anyway.
 //
-// The gate z of a gated norm is staged like the input beside a residual: 3 * samples * rows * cols * sizeof(T) bytes
-// are moved. What is normalized is kept in registers between the sums and the output.
+// The gate of a gated norm is staged like the input beside a residual: 3 * samples * rows * cols * sizeof(T) bytes are
+// moved. What is normalized, the input or its product with the activated gate, stays in registers between the sums and
+// the output.
 //
 // Source: Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances, 1979.
 #include "../dtypes.h"
@@ -24,27 +26,29 @@
 
 namespace layernorm::cuda {
 
-// The arguments of forward_staged that the host computes from ForwardParams.
+// What the host computes from ForwardParams for forward_staged.
 struct StagedPlan : ForwardPlan, RowDivision {
-  int stages, stage_bytes;                                   // per warp
-  int rows_per_round, rounds;                                // per block
-  int lag;                                                   // rounds from a row's sums to its output: 0 or 1
-  void* workspace;                                           // of BlockExchange
-  Divisor<Acc> block_cols_divisor, last_block_cols_divisor;  // the columns of a row's blocks, and of the last one
+  int stages, stage_bytes;                                        // per warp
+  int rows_per_iteration, iterations;                             // per block
+  int lag;                                                        // iterations from a row's sums to its output: 0 or 1
+  void* workspace;                                                // of BlockExchange
+  FloatDivisor<Acc> block_cols_divisor, last_block_cols_divisor;  // by block_cols, and by those of a row's last block
 };
 
 namespace {
 
-constexpr int kMaxStages = 3;  // with a lag: one is summed, one stored and one fetched
+constexpr int kMaxStages = 3;  // with a lag: one whose row is summed, one whose output is stored, one that is filled
 
-// Warps of a block in a cluster, if a cluster of 8 suffices. A multiprocessor runs three such blocks of code for 9.0,
-// or two of other code, and the others go on while one waits at its barrier. It runs only one block of 16 warps.
+// The most warps of a block in a cluster, unless 8 such blocks are too few for a row. A multiprocessor runs three
+// blocks of 8 warps in code for 9.0, or two in other code, and one goes on while another waits at a barrier. It runs
+// only one block of 16 warps.
 constexpr int64_t kPreferredWarps = 8;
 
-// The part of a stage before the elements of a row: the addresses of its results, and a copy of the first vector of the
-// block, because every warp estimates the mean from it. A vector that is not aligned takes two granules of 16 bytes.
+// What a stage has of a row beside its elements: the addresses of its results, and a copy of the first vector of the
+// block's columns, from which every warp estimates the mean. 32 bytes, because a vector that is not aligned takes two
+// granules of 16 bytes.
 template <class T, class X>
-struct alignas(16) RowHeader {
+struct alignas(16) ForwardRowHeader {
   unsigned char x[32], input_or_gate[32];
   int64_t row_number;  // among all samples * rows; -1 if the row does not exist
   T* output;
@@ -54,15 +58,16 @@ struct alignas(16) RowHeader {
 
 // ---- rows in shared memory ------------------------------------------------------------------------------------------
 
-// A thread's work on its columns of the staged rows. `stage` is the byte offset of a stage in the warp's ring:
+// A thread's work on its columns of the staged rows. `stage_offset` is the byte offset in the warp's ring of a stage,
+// which has
 //
 //   [ headers of the warp's rows | x | with a residual the input, or the gate ]
 //
-// x, of X, is the input or, with a residual, first the residual and then the sum. Other arrays are of T.
+// x, of type X, is the input or, with a residual, first the residual and then the sum. Other arrays are of T.
 template <class T, class X, class Variant>
-struct StagedRows {
+struct ForwardStagedRows {
   using Columns = ThreadColumns<X, Variant::kMapping, Variant::kLanes>;
-  using Header = RowHeader<T, X>;
+  using Header = ForwardRowHeader<T, X>;
   static constexpr int kElements = Columns::kElements, kVec = Columns::kVec;
   static constexpr int kStep = Variant::kIsGeneral ? std::min(kVec, 4) : kVec;  // elements processed together
 
@@ -74,7 +79,7 @@ struct StagedRows {
   const int block_cols;         // the block's columns; fewer in the last block of a row
   unsigned char* const shared;  // the warp's ring
 
-  // The offset of x in a stage of a warp with so many rows.
+  // The bytes of a stage before x, and of a whole stage, of a warp with so many rows.
   __host__ __device__ static int x_begin(int rows) { return rows * static_cast<int>(sizeof(Header)); }
   __host__ static int stage_bytes(int rows, Flags flags) {
     const bool has_input_or_gate = flags.has(kResidual | kGatedNorm);
@@ -84,30 +89,33 @@ struct StagedRows {
   __device__ __forceinline__ int rows_per_warp() const {
     return Variant::kRowSpansWarps ? 1 : kWarpSize / columns.row_lanes();
   }
-  // The parts of a stage: the header of this thread's row, and the arrays of the warp's rows.
-  __device__ __forceinline__ Header& header(int stage) const {
-    return reinterpret_cast<Header*>(shared + stage)[Variant::kRowSpansWarps ? 0 : columns.row_in_warp];
+  // The parts of a stage: the header of this thread's row, and two arrays with the elements of all rows of the warp.
+  __device__ __forceinline__ Header& header(int stage_offset) const {
+    return reinterpret_cast<Header*>(shared + stage_offset)[Variant::kRowSpansWarps ? 0 : columns.row_in_warp];
   }
-  __device__ __forceinline__ unsigned char* x_at(int stage) const { return shared + stage + x_begin(rows_per_warp()); }
-  __device__ __forceinline__ unsigned char* input_or_gate_at(int stage) const {
-    return x_at(stage) + Columns::template staged_bytes<X>(rows_per_warp());
+  __device__ __forceinline__ unsigned char* x_at(int stage_offset) const {
+    return shared + stage_offset + x_begin(rows_per_warp());
+  }
+  __device__ __forceinline__ unsigned char* input_or_gate_at(int stage_offset) const {
+    return x_at(stage_offset) + Columns::template staged_bytes<X>(rows_per_warp());
   }
 
-  // Starts to copy the warp's columns of a row to a stage, or zeros if the row does not exist, and writes its header.
-  __device__ __forceinline__ void fetch(int64_t row_number, bool exists, int stage) const {
+  // Starts to copy the warp's columns of a row to a stage, or zeros if the row does not exist, and writes the header of
+  // the row. `row_number` is the number among all samples * rows.
+  __device__ __forceinline__ void fetch(int64_t row_number, bool exists, int stage_offset) const {
     const int cols = exists ? block_cols : 0;
     using Index = typename Variant::Index;
     const Index row = exists ? static_cast<Index>(row_number) : 0;
-    const bool has_samples = flags.has(kHasSamples);
-    with_row_addresses<Variant::kIsGeneral>(row, has_samples, plan.rows_per_sample, [&](const auto& address_in) {
-      Header& to = header(stage);
+    const bool several_samples = flags.has(kSeveralSamples);
+    with_row_addresses<Variant::kIsGeneral>(row, several_samples, plan.rows_per_sample, [&](const auto& address_in) {
+      Header& to = header(stage_offset);
       const X* const x = address_in(flags.has(kResidual) ? p.residual : p.input, X(), plan.x_stride) + block_begin;
-      columns.fetch(x_at(stage), x, cols);
+      columns.fetch(x_at(stage_offset), x, cols);
       fetch_first_vector(to.x, x, cols);
       const T* const input_or_gate =
           address_in(Variant::kIsGated ? p.gate : p.input, T(), plan.input_stride) + block_begin;
       if (Variant::kIsGated || flags.has(kResidual)) {
-        columns.fetch(input_or_gate_at(stage), input_or_gate, cols);
+        columns.fetch(input_or_gate_at(stage_offset), input_or_gate, cols);
         fetch_first_vector(to.input_or_gate, input_or_gate, cols);
       }
       if (columns.lane_in_row > 0) return;
@@ -118,7 +126,8 @@ struct StagedRows {
       to.input_or_gate_misalignment = static_cast<short>(columns.misalignment(input_or_gate));
     });
   }
-  // Copies the block's first vector of an array to the header `to`: its granules, one by each of two lanes.
+  // Starts to copy the block's first vector of an array to a part of the header: two lanes copy a granule each. `array`
+  // points to the block's first column.
   template <class E>
   __device__ __forceinline__ void fetch_first_vector(unsigned char* to, const E* array, int cols) const {
     if (columns.lane_in_row > 1) return;
@@ -128,34 +137,36 @@ struct StagedRows {
                    min(max(end - granule, 0), 16), granule == 0 ? offset : 0);
   }
 
-  // This thread's element 0 of the arrays in a stage.
-  __device__ __forceinline__ X* staged_x(int stage) const {
-    return columns.template staged_elements<X>(x_at(stage), header(stage).x_misalignment);
+  // The addresses of this thread's element 0 in the two arrays of a stage.
+  __device__ __forceinline__ X* staged_x(int stage_offset) const {
+    return columns.template staged_elements<X>(x_at(stage_offset), header(stage_offset).x_misalignment);
   }
-  __device__ __forceinline__ T* staged_input_or_gate(const Columns& columns, int stage) const {
-    return columns.template staged_elements<T>(input_or_gate_at(stage), header(stage).input_or_gate_misalignment);
+  __device__ __forceinline__ T* staged_input_or_gate(const Columns& columns, int stage_offset) const {
+    return columns.template staged_elements<T>(input_or_gate_at(stage_offset),
+                                               header(stage_offset).input_or_gate_misalignment);
   }
   // The input_scale of one of the block's columns; zero after the end.
   __device__ __forceinline__ Acc load_input_scale(int64_t sample, int column) const {
     return column < block_cols ? load_weight_element<T>(p.input_scale, sample, block_begin + column, flags) : 0;
   }
-  __device__ __forceinline__ bool row_exists(int stage) const { return header(stage).row_number >= 0; }
-  // The staged row's sample, and its index there. A row that does not exist (-1) gets row 0, and is not stored.
-  __device__ __forceinline__ RowIndex find_row(int stage) const {
-    return find_sample(max(header(stage).row_number, int64_t{0}), flags.has(kHasSamples), plan.rows_per_sample);
+  __device__ __forceinline__ bool row_exists(int stage_offset) const { return header(stage_offset).row_number >= 0; }
+  // The index of the staged row; row 0 if the row does not exist, whose results are not stored.
+  __device__ __forceinline__ RowIndex row_index(int stage_offset) const {
+    return split_row_number(max(header(stage_offset).row_number, int64_t{0}), flags.has(kSeveralSamples),
+                            plan.rows_per_sample);
   }
   // Replaces the staged residual by the sum x: residual + input, or residual + input_scale * input.
-  __device__ __forceinline__ void add_input_to_residual(int stage) const {
+  __device__ __forceinline__ void add_input_to_residual(int stage_offset) const {
     const auto columns = this->columns.recomputed();
-    X* const x = staged_x(stage);
-    const T* const input = staged_input_or_gate(columns, stage);
+    X* const x = staged_x(stage_offset);
+    const T* const input = staged_input_or_gate(columns, stage_offset);
 #pragma unroll
     for (int j = 0; j < kElements; j += kStep) {
       Acc a[kStep], b[kStep];
       columns.read_shared(a, x, j);
       columns.read_shared(b, input, j);
       if (flags.has(kInputScale)) {
-        const int64_t sample = find_row(stage).sample;
+        const int64_t sample = row_index(stage_offset).sample;
         for (int e = 0; e < kStep; ++e) a[e] = fma(load_input_scale(sample, columns.column(j + e)), b[e], a[e]);
       } else {
         for (int e = 0; e < kStep; ++e) a[e] += b[e];
@@ -164,26 +175,26 @@ struct StagedRows {
     }
   }
   // Reads what a gated norm normalizes: the input, or with gate_first input * f(gate), which is not rounded.
-  __device__ __forceinline__ void read_norm_input(Acc (&v)[kElements], int stage) const {
+  __device__ __forceinline__ void read_norm_input(Acc (&v)[kElements], int stage_offset) const {
     const auto columns = this->columns.recomputed();
-    const X* const x = staged_x(stage);
+    const X* const x = staged_x(stage_offset);
 #pragma unroll
     for (int j = 0; j < kElements; j += kStep) {
       Acc a[kStep];
       columns.read_shared(a, x, j);
-      if (flags.has(kGateFirst)) apply_gate(a, columns, stage, j);
+      if (flags.has(kGateFirst)) apply_gate(a, columns, stage_offset, j);
       for (int e = 0; e < kStep; ++e) v[j + e] = a[e];
     }
   }
   // Multiplies elements [j, j + kStep) by the activated gate.
-  __device__ __forceinline__ void apply_gate(Acc (&v)[kStep], const Columns& columns, int stage, int j) const {
+  __device__ __forceinline__ void apply_gate(Acc (&v)[kStep], const Columns& columns, int stage_offset, int j) const {
     Acc gate[kStep];
-    columns.read_shared(gate, staged_input_or_gate(columns, stage), j);
+    columns.read_shared(gate, staged_input_or_gate(columns, stage_offset), j);
     for (int e = 0; e < kStep; ++e) v[e] *= Activated(gate[e], flags).value;
   }
-  // The average of the block's first vector, an estimate of the mean. Elements after the end are zeros.
-  __device__ __forceinline__ Acc estimate_mean(int stage) const {
-    const Header& from = header(stage);
+  // Estimates the mean of a row by the average of the block's first vector. Elements after the end are zeros.
+  __device__ __forceinline__ Acc estimate_mean(int stage_offset) const {
+    const Header& from = header(stage_offset);
     Acc v[kVec];
     read_first_vector<X>(v, from.x, from.x_misalignment);
     if (Variant::kIsGated && flags.has(kGateFirst)) {
@@ -195,7 +206,7 @@ struct StagedRows {
       Acc input[kVec];
       read_first_vector<T>(input, from.input_or_gate, from.input_or_gate_misalignment);
       if (flags.has(kInputScale)) {
-        const int64_t sample = find_row(stage).sample;
+        const int64_t sample = row_index(stage_offset).sample;
         for (int e = 0; e < kVec; ++e) input[e] *= load_input_scale(sample, e);
       }
       for (int e = 0; e < kVec; ++e) v[e] = static_cast<Acc>(static_cast<X>(v[e] + input[e]));
@@ -203,46 +214,48 @@ struct StagedRows {
     const bool is_whole_vector = Variant::kMapping == Mapping::kVectors || block_cols >= kVec;
     return is_whole_vector ? average(v) : average(v) * (Acc(kVec) / static_cast<Acc>(block_cols));
   }
-  // Reads a vector that fetch_first_vector() has copied; `offset` is its misalignment.
+  // Reads a vector that fetch_first_vector() has copied.
   template <class E>
-  __device__ __forceinline__ static void read_first_vector(Acc (&v)[kVec], const unsigned char* from, int offset) {
+  __device__ __forceinline__ static void read_first_vector(Acc (&v)[kVec], const unsigned char* from,
+                                                           int misalignment) {
     if constexpr (Variant::kMapping == Mapping::kVectors) {
       widen(v, *reinterpret_cast<const Vector<E, kVec>*>(from));
     } else {
-      for (int e = 0; e < kVec; ++e) v[e] = static_cast<Acc>(reinterpret_cast<const E*>(from + offset)[e]);
+      for (int e = 0; e < kVec; ++e) v[e] = static_cast<Acc>(reinterpret_cast<const E*>(from + misalignment)[e]);
     }
   }
 
-  // Computes x in the stage, and the moments of the block's columns, which a second launch loads instead. Gated norms
-  // set norm_input to what is normalized; others do not use it. sum_over_row() explains `buffer` and before_barrier().
+  // Computes x in the stage, and returns the moments of the block's columns, except in a second launch, which loads the
+  // moments of the first. Gated norms set norm_input to what is normalized; others do not use it. sum_over_row()
+  // explains `buffer` and before_barrier().
   template <class F>
-  __device__ __forceinline__ Moments compute_moments(Acc (&norm_input)[kElements], int stage,
-                                                     const Divisor<Acc>& block_cols_divisor, int& buffer,
+  __device__ __forceinline__ Moments compute_moments(Acc (&norm_input)[kElements], int stage_offset,
+                                                     const FloatDivisor<Acc>& block_cols_divisor, int& buffer,
                                                      const F& before_barrier) const {
-    if (flags.has(kResidual)) add_input_to_residual(stage);
-    if constexpr (Variant::kIsGated) read_norm_input(norm_input, stage);
+    if (flags.has(kResidual)) add_input_to_residual(stage_offset);
+    if constexpr (Variant::kIsGated) read_norm_input(norm_input, stage_offset);
     Moments moments[1] = {};
     if (flags.has(kSecondLaunch)) return moments[0];
     const bool rms = flags.has(kRms);
-    const Acc centers[1] = {rms ? 0 : estimate_mean(stage)};
-    const X* const x = staged_x(stage);
+    const Acc centers[1] = {rms ? 0 : estimate_mean(stage_offset)};
+    const X* const x = staged_x(stage_offset);
     reduce_moments(
         moments, centers, plan.row_threads, block_cols_divisor, rms, buffer,
         [&](Acc(&sums)[2]) { sum_moments(sums, x, norm_input, moments[0]); }, before_barrier);
     return moments[0];
   }
-  // Sets `sums` to the thread's sums of d = x * row_scale - center and d^2.
+  // Sets `sums` to the thread's sums of d = x * row_scale - center and of d^2.
   __device__ __forceinline__ void sum_moments(Acc (&sums)[2], const X* x, const Acc (&norm_input)[kElements],
                                               const Moments& moments) const {
     const auto columns = this->columns.recomputed();
     MomentSums thread_sums;
-    const auto add = [&](auto has_end) {  // whether the warp's columns may exceed the block's
+    const auto add = [&](auto has_end) {  // has_end: whether some of the warp's columns are after the block's last one
 #pragma unroll
       for (int j = 0; j < kElements; j += kStep) {
         Acc v[kStep];
         read(v, columns, x, norm_input, j);
-        for (int e = 0; e < kStep; ++e) {  // the zeros after the end stay zeros
-          // Vectors end at the end of the row.
+        for (int e = 0; e < kStep; ++e) {
+          // Elements after the end are zeros, and stay zeros without the center. No vector spans the end.
           const int column = columns.column(Variant::kMapping == Mapping::kVectors ? j : j + e);
           const bool exists = !has_end.value || column < block_cols;
           thread_sums.add(e, fma(v[e], moments.row_scale, exists ? -moments.center : 0));
@@ -259,24 +272,25 @@ struct StagedRows {
   // Stores this thread's columns of the output and, with a residual, of the sum, unless the row does not exist.
   __device__ __forceinline__ void store_output(const Normalizer& normalizer, const Acc (&norm_input)[kElements],
                                                const Acc (&weight)[kElements], const Acc (&bias)[kElements],
-                                               int stage) const {
+                                               int stage_offset) const {
     const auto columns = this->columns.recomputed();
-    const int cols = row_exists(stage) ? block_cols : 0;
-    const X* const x = staged_x(stage);
-    T* const output = keep_in_register(header(stage).output);
-    X* const sum = keep_in_register(header(stage).sum);
+    const int cols = row_exists(stage_offset) ? block_cols : 0;
+    const X* const x = staged_x(stage_offset);
+    T* const output = keep_in_register(header(stage_offset).output);
+    X* const sum = keep_in_register(header(stage_offset).sum);
 #pragma unroll
     for (int j = 0; j < kElements; j += kStep) {
       Acc v[kStep];
       read(v, columns, x, norm_input, j);
-      // The sum may replace the residual, whose first vector all warps of the block have read before the sums.
+      // The sum may overwrite the residual in global memory. All warps of the block have read its first vector: there
+      // has been a barrier since they estimated the mean.
       if (flags.has(kResidual)) columns.store_global(sum, j, v, cols);
       for (int e = 0; e < kStep; ++e) v[e] = fma(normalizer.xhat(v[e]), weight[j + e], bias[j + e]);
-      if (Variant::kIsGated && !flags.has(kGateFirst)) apply_gate(v, columns, stage, j);
+      if (Variant::kIsGated && !flags.has(kGateFirst)) apply_gate(v, columns, stage_offset, j);
       columns.store_global(output, j, v, cols);
     }
   }
-  // Reads elements [j, j + kStep) of what is normalized.
+  // Reads elements [j, j + kStep) of what is normalized: x, or norm_input of a gated norm.
   __device__ __forceinline__ static void read(Acc (&v)[kStep], const Columns& columns, const X* x,
                                               const Acc (&norm_input)[kElements], int j) {
     if constexpr (Variant::kIsGated) {
@@ -289,9 +303,10 @@ struct StagedRows {
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-// The largest block of BlockVectors and BlockElements for __launch_bounds__, which gives a thread 80 registers in code
-// for 9.0, 96 for 8.0, and 128 for 10.0 and later, which would spill with fewer. So many threads are resident. The
-// second bound, one resident block, is that of the other variants; 0 is none.
+// The __launch_bounds__ of BlockVectors and BlockElements: as if a block had so many threads, which gives a thread 80
+// registers in code for 9.0, 96 for 8.0, and 128 for 10.0 and later, where fewer would spill. So many threads are then
+// resident on a multiprocessor, in smaller blocks. GeneralRows and GatedRows have the largest block and a minimum of
+// one resident block; a minimum of 0 means none.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 1000
 constexpr int kResidentThreads = 512;
 #elif __CUDA_ARCH__ >= 900
@@ -303,31 +318,33 @@ constexpr int kResidentThreads = 640;
 template <class T, class X, class Variant>
 __global__ void __launch_bounds__(Variant::kIsGeneral ? kMaxBlockThreads : kResidentThreads, Variant::kIsGeneral)
     forward_staged(const ForwardParams p, const StagedPlan plan) {
-  using Rows = StagedRows<T, X, Variant>;
-  constexpr int kElements = Rows::kElements;
+  using StagedRows = ForwardStagedRows<T, X, Variant>;
+  constexpr int kElements = StagedRows::kElements;
   const Flags flags = supported_flags<Variant>(plan.flags);
   // The shuffle tells the compiler that all lanes of a warp have the same value.
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpSize, 0);
   const bool row_fits_warp = Variant::kIsGeneral && plan.row_fits_warp, shares_row = flags.has(kBlocksShareRow);
   const int64_t block_begin = int64_t{plan.block_cols} * blockIdx.x;
   const int block_cols = static_cast<int>(min(p.cols - block_begin, int64_t{plan.block_cols}));
-  const typename Rows::Columns columns(row_fits_warp ? 0 : warp, row_fits_warp ? plan.row_threads : kWarpSize,
-                                       plan.whole_vectors);
+  const typename StagedRows::Columns columns(row_fits_warp ? 0 : warp, row_fits_warp ? plan.row_threads : kWarpSize,
+                                             plan.whole_vectors);
   extern __shared__ __align__(16) unsigned char shared[];
-  const Rows rows{p, plan, flags, columns, block_begin, block_cols, shared + warp * plan.stages * plan.stage_bytes};
+  const StagedRows rows{
+      p, plan, flags, columns, block_begin, block_cols, shared + warp * plan.stages * plan.stage_bytes};
 
-  // The block's rows are [first_row, end_row). Copies run ahead by the number of stages.
-  const int64_t rows_per_block = int64_t{plan.rounds} * plan.rows_per_round, first_row = blockIdx.y * rows_per_block;
+  // The block's rows are [first_row, end_row). Copies run ahead by as many rows as there are stages.
+  const int64_t rows_per_block = int64_t{plan.iterations} * plan.rows_per_iteration;
+  const int64_t first_row = blockIdx.y * rows_per_block;
   const int64_t end_row = min(first_row + rows_per_block, p.samples * p.rows);
   int64_t fetched_row = first_row + (row_fits_warp ? warp * (kWarpSize / plan.row_threads) + columns.row_in_warp : 0);
-  const auto fetch_next = [&](int stage) {
-    rows.fetch(fetched_row, fetched_row < end_row, stage);
-    fetched_row += plan.rows_per_round;
+  const auto fetch_next = [&](int stage_offset) {
+    rows.fetch(fetched_row, fetched_row < end_row, stage_offset);
+    fetched_row += plan.rows_per_iteration;
     async_commit();
   };
   const int ring_end = plan.stages * plan.stage_bytes;
 #pragma unroll 1
-  for (int stage = 0; stage < ring_end; stage += plan.stage_bytes) fetch_next(stage);
+  for (int stage_offset = 0; stage_offset < ring_end; stage_offset += plan.stage_bytes) fetch_next(stage_offset);
   __shared__ BlockExchange::Memory exchange_memory;
   const BlockExchange exchange(exchange_memory, plan.workspace, plan.row_blocks, flags);
   if (flags.has(kClusterSharesRow)) {
@@ -335,69 +352,72 @@ __global__ void __launch_bounds__(Variant::kIsGeneral ? kMaxBlockThreads : kResi
     __syncthreads();
   }
 
-  // The first warp merges the moments of the row's blocks for its block. Two buffers take turns: all warps read one of
-  // them between the barrier of a row and that of the next row, while the first warp may write the other one.
-  __shared__ Normalizer merged[2];
-  const auto merge = [&](int round, int stage) {
+  // The first warp merges the moments of the row's blocks for its block. Two buffers take turns: between two barriers,
+  // all warps read one of them, while the first warp may write the other one for the next row.
+  __shared__ Normalizer merged_normalizers[2];
+  const auto merge = [&](int iteration, int stage_offset) {
     if (warp != 0) return;
-    const Moments moments = merge_blocks(exchange.receive(round), plan.row_blocks, plan.block_cols_divisor.value,
+    const Moments moments = merge_blocks(exchange.receive(iteration), plan.row_blocks, plan.block_cols_divisor.value,
                                          plan.last_block_cols_divisor.value, plan.cols);
     const Normalizer normalizer(moments, plan);
     if (columns.lane_in_warp > 0) return;
-    merged[round % 2] = normalizer;
-    if (blockIdx.x == 0 && rows.row_exists(stage)) normalizer.store_statistics(p, plan, rows.find_row(stage));
+    merged_normalizers[iteration % 2] = normalizer;
+    if (blockIdx.x == 0 && rows.row_exists(stage_offset))
+      normalizer.store_statistics(p, plan, rows.row_index(stage_offset));
   };
 
-  const Divisor<Acc> block_cols_divisor =
+  const FloatDivisor<Acc> block_cols_divisor =
       static_cast<int>(blockIdx.x) + 1 == plan.row_blocks ? plan.last_block_cols_divisor : plan.block_cols_divisor;
   Acc weight[kElements], bias[kElements];
   int64_t sample = -1;  // of weight and bias
   const int lag = Variant::kIsGated ? 0 : plan.lag;
-  int buffer = 0, stage = 0;
+  int buffer = 0, stage_offset = 0;
 #pragma unroll 1
-  for (int round = 0; round < plan.rounds + lag; ++round) {
-    // A round sums the row in `stage` and stores the output of the one in finished_stage, the same or that of the last
-    // round. With a lag, the first round stores nothing, and one more round at the end sums nothing.
+  for (int iteration = 0; iteration < plan.iterations + lag; ++iteration) {
+    // An iteration sums the row at stage_offset and stores the output of the row at finished_offset. This is the same
+    // row, or with a lag that of the last iteration: then the first iteration stores nothing, and one more iteration at
+    // the end sums nothing.
     wait_for_stage<kMaxStages>(plan.stages - lag);
-    const int finished_stage = lag == 0 || round == 0 ? stage : (stage == 0 ? ring_end : stage) - plan.stage_bytes;
-    const bool sums_row = round < plan.rounds, stores_row = round >= lag && !flags.has(kFirstLaunch);
+    const int finished_offset =
+        lag == 0 || iteration == 0 ? stage_offset : (stage_offset == 0 ? ring_end : stage_offset) - plan.stage_bytes;
+    const bool sums_row = iteration < plan.iterations, stores_row = iteration >= lag && !flags.has(kFirstLaunch);
     Acc norm_input[kElements];
     Moments moments = {};
     if (sums_row) {
-      moments = rows.compute_moments(norm_input, stage, block_cols_divisor, buffer, [&] {
-        if (lag > 0 && round > 0) merge(round - 1, finished_stage);
+      moments = rows.compute_moments(norm_input, stage_offset, block_cols_divisor, buffer, [&] {
+        if (lag > 0 && iteration > 0) merge(iteration - 1, finished_offset);
       });
       if (shares_row) {
-        PartialResult packed;
-        pack(packed, moments);
-        exchange.send(packed, round);
+        PartialResult encoded;
+        encode(encoded, moments);
+        exchange.send(encoded, iteration);
       }
     }
     if (stores_row) {
-      if (const int64_t next_sample = rows.find_row(finished_stage).sample; next_sample != sample) {
+      if (const int64_t next_sample = rows.row_index(finished_offset).sample; next_sample != sample) {
         sample = next_sample;
-        columns.template load_weights<T>(weight, p.weight, {sample, 0}, block_begin, block_cols, flags, kWeight, 1);
-        columns.template load_weights<T>(bias, p.bias, {sample, 0}, block_begin, block_cols, flags, kBias, 0);
+        columns.template load_parameter<T>(weight, kWeight, p.weight, sample, block_begin, block_cols, flags);
+        columns.template load_parameter<T>(bias, kBias, p.bias, sample, block_begin, block_cols, flags);
       }
       if (shares_row) {
-        if (lag == 0 || !sums_row) {
-          merge(round - lag, finished_stage);
+        if (lag == 0 || !sums_row) {  // compute_moments() has not called merge()
+          merge(iteration - lag, finished_offset);
           __syncthreads();
         }
-        rows.store_output(merged[(round - lag) % 2], norm_input, weight, bias, finished_stage);
+        rows.store_output(merged_normalizers[(iteration - lag) % 2], norm_input, weight, bias, finished_offset);
       } else {
         const Normalizer normalizer(moments, plan);
-        if (columns.lane_in_row == 0 && (row_fits_warp || warp == 0) && rows.row_exists(finished_stage)) {
-          normalizer.store_statistics(p, plan, rows.find_row(finished_stage));
+        if (columns.lane_in_row == 0 && (row_fits_warp || warp == 0) && rows.row_exists(finished_offset)) {
+          normalizer.store_statistics(p, plan, rows.row_index(finished_offset));
         }
-        rows.store_output(normalizer, norm_input, weight, bias, finished_stage);
+        rows.store_output(normalizer, norm_input, weight, bias, finished_offset);
       }
     }
-    if (round >= lag) {
-      __syncwarp();
-      fetch_next(finished_stage);
+    if (iteration >= lag) {
+      __syncwarp();  // all lanes have read the stage
+      fetch_next(finished_offset);
     }
-    stage = stage + plan.stage_bytes == ring_end ? 0 : stage + plan.stage_bytes;
+    stage_offset = stage_offset + plan.stage_bytes == ring_end ? 0 : stage_offset + plan.stage_bytes;
   }
   async_wait<0>();  // before the block returns
 }
@@ -410,7 +430,7 @@ struct Launch {
   StagedPlan plan;
 };
 
-// Plans the launch of a variant: as many stages as fit into shared memory, and as many blocks as are resident.
+// Plans the launch of a variant: as many stages as fit into shared memory, and at most as many blocks as are resident.
 template <class T, class X, class Variant>
 Launch plan_stages(const ForwardParams& p, StagedPlan plan) {
   const auto kernel = forward_staged<T, X, Variant>;
@@ -418,31 +438,33 @@ Launch plan_stages(const ForwardParams& p, StagedPlan plan) {
   config.stream = static_cast<Stream>(p.stream);
   config.cluster = plan.flags.has(kClusterSharesRow) ? static_cast<unsigned>(plan.row_blocks) : 1;
   config.block = static_cast<unsigned>(plan.row_fits_warp ? kThreadsOfShortRows : plan.row_threads);
-  plan.rows_per_round = static_cast<int>(config.block.x) / plan.row_threads;
+  plan.rows_per_iteration = static_cast<int>(config.block.x) / plan.row_threads;
   plan.stage_bytes =
-      StagedRows<T, X, Variant>::stage_bytes(plan.row_fits_warp ? kWarpSize / plan.row_threads : 1, plan.flags);
-  constexpr size_t kMaxStaticShared = 1536;  // at least the static shared memory of the kernel
-  plan.stages = kMaxStages + 1;
-  do {
-    config.shared_bytes = static_cast<size_t>(config.block.x) / kWarpSize * --plan.stages * plan.stage_bytes;
-  } while (plan.stages > 1 && config.shared_bytes + kMaxStaticShared > max_shared_memory(config));
+      ForwardStagedRows<T, X, Variant>::stage_bytes(plan.row_fits_warp ? kWarpSize / plan.row_threads : 1, plan.flags);
+  constexpr size_t kMaxStaticShared = 1536;  // of forward_staged
+  static_assert(sizeof(BlockExchange::Memory) + sizeof(Normalizer[2]) + sizeof(WarpSumsOfRow<2>) <= kMaxStaticShared);
+  const size_t bytes_per_stage = config.block.x / kWarpSize * static_cast<size_t>(plan.stage_bytes);
+  const size_t max_stages = (max_shared_memory(config) - kMaxStaticShared) / bytes_per_stage;
+  plan.stages = static_cast<int>(std::clamp<size_t>(max_stages, 1, kMaxStages));
+  config.shared_bytes = plan.stages * bytes_per_stage;
   plan.lag = config.cluster > 1 && plan.stages == kMaxStages && !Variant::kIsGated ? 1 : 0;
 
   const int64_t resident = std::max(resident_blocks(config, kernel) / plan.row_blocks, 1);
-  const int64_t rounds = ceil_div(p.samples * p.rows, plan.rows_per_round);
-  plan.rounds = static_cast<int>(ceil_div(rounds, std::min({rounds, resident, kMaxGridY})));
-  config.grid = dim3(static_cast<unsigned>(plan.row_blocks), static_cast<unsigned>(ceil_div(rounds, plan.rounds)));
+  const int64_t iterations = ceil_div(p.samples * p.rows, plan.rows_per_iteration);
+  plan.iterations = static_cast<int>(ceil_div(iterations, std::min({iterations, resident, kMaxGridY})));
+  config.grid =
+      dim3(static_cast<unsigned>(plan.row_blocks), static_cast<unsigned>(ceil_div(iterations, plan.iterations)));
   return {kernel, config, plan};
 }
 
-// Chooses the kernel's variant, and plans its launch.
+// Chooses the kernel's variant, and plans its launch: GeneralRows if no other variant supports the call.
 template <class T, class X>
 Launch plan_launch(const ForwardParams& p) {
   StagedPlan plan = {};
   const bool byte_strides_fit = plan.initialize<T, X>(p);
   plan.divide<X>(p.cols, kPreferredWarps);
-  plan.block_cols_divisor = Divisor<Acc>(plan.block_cols);
-  plan.last_block_cols_divisor = Divisor<Acc>(p.cols - int64_t{plan.block_cols} * (plan.row_blocks - 1));
+  plan.block_cols_divisor = FloatDivisor<Acc>(plan.block_cols);
+  plan.last_block_cols_divisor = FloatDivisor<Acc>(p.cols - int64_t{plan.block_cols} * (plan.row_blocks - 1));
   plan.flags.set(kClusterSharesRow, plan.row_blocks > 1 && plan.row_blocks <= kMaxClusterSize &&
                                         has_clusters(LaunchConfig(), forward_staged<T, X, GeneralRows>));
   if constexpr (std::is_same_v<T, X>) {
@@ -462,7 +484,7 @@ void forward_staged(const ForwardParams& p) {
     using Types = decltype(types);
     auto [kernel, config, plan] = plan_launch<typename Types::T, typename Types::X>(p);
     if (plan.row_blocks > static_cast<int>(config.cluster)) {
-      plan.workspace = p.allocator->allocate(BlockExchange::workspace_bytes(config.grid, plan.rounds));
+      plan.workspace = p.allocator->allocate(BlockExchange::workspace_bytes(config.grid, plan.iterations));
     }
     launch_once_or_twice(config, kernel, p, plan);
   });

@@ -1,16 +1,16 @@
-// The gradients of the product in s = residual + input_scale * x on a GPU. With ds the gradient of s, which backward
-// has stored as grad_input, for every row of x and ds [samples, rows, cols]:
+// The gradients of input_scale and x in s = residual + input_scale * x on a GPU. With ds the gradient of s, which
+// backward has stored as grad_input, for every row of x and ds [samples, rows, cols]:
 //
 //   dx = input_scale * ds      dinput_scale = sum of ds * x over the rows that share the input_scale
 //
-// x is BackwardParams::scaled_input, dx grad_scaled_input and dinput_scale grad_input_scale. This kernel runs after
-// those of backward, because none of them has registers left for a third sum of its columns. It moves samples * rows *
-// cols * (sizeof(X) + 2 * sizeof(T)) bytes.
+// x is BackwardParams::scaled_input, dx grad_scaled_input and dinput_scale grad_input_scale. This kernel runs after the
+// kernel of backward, which has no registers left for a third sum of its columns. It moves samples * rows * cols *
+// (sizeof(X) + 2 * sizeof(T)) bytes.
 //
-// A thread owns one vector of columns, at (blockIdx.x, threadIdx.x). The threads of a block that own the same columns
-// differ in threadIdx.y: they take the rows of a segment in turn, and their sums are added at its end. Segments are
-// those of GradientPlan, in turn over blockIdx.y. Products are added in float over kRowsInFlight rows and then in
-// double. The workspace holds the partial sums of dinput_scale [segments, cols], which add_partials adds.
+// A thread owns one vector of columns, by blockIdx.x and threadIdx.x. The threads of a block that own the same columns
+// differ in threadIdx.y: they take the rows of a segment (GradientPlan) in turn, and their sums are added at its end. A
+// block takes every gridDim.y-th segment, from blockIdx.y on. Products are added in float over kRowsInFlight rows and
+// then in double. The workspace holds the partial sums of dinput_scale [segments, cols], which add_partials adds.
 //
 // Source: Touvron et al., Going deeper with image transformers, 2021, arXiv:2103.17239.
 #include <algorithm>
@@ -22,20 +22,21 @@ namespace layernorm::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kRowsInFlight = 4;  // of a thread
+constexpr int kRowsInFlight = 4;  // rows that a thread loads before it uses them
 
+// What the host computes from BackwardParams.
 struct InputScalePlan : GradientPlan {
-  bool whole_vectors;  // of x per row
+  bool whole_vectors;  // a row of x is whole vectors
 };
 
-// The columns [begin, begin + count) of each row, which a thread owns. Elements beyond `count` are zeros.
+// The columns [begin, begin + count) that a thread owns of each row: kVec of them, or less at the end of the row.
 template <int kVec>
 struct ThreadVector {
   int64_t begin;
   int count;
   bool whole_vectors;
 
-  // Loads these columns of a row, or zeros.
+  // Loads these columns of a row. Elements beyond `count` are zeros, and all elements if the row does not exist.
   template <class E>
   __device__ __forceinline__ Vector<E, kVec> load(bool exists, const E* row) const {
     Vector<E, kVec> v;
@@ -49,6 +50,7 @@ struct ThreadVector {
     }
     return v;
   }
+  // Stores these columns of a row.
   template <class E>
   __device__ __forceinline__ void store(E* row, const Acc (&v)[kVec]) const {
     const Vector<E, kVec> rounded = round_to<E>(v);
@@ -62,7 +64,7 @@ struct ThreadVector {
   }
 };
 
-// The kernel for x of T and ds of X. The block adds the sums of its threads in thread_sums, its shared memory.
+// The kernel for x of T and ds of X. `thread_sums` is shared memory in which the block adds the sums of its threads.
 template <class T, class X, int kVec>
 __device__ __forceinline__ void compute_gradients(const BackwardParams& p, const InputScalePlan& plan,
                                                   double (&thread_sums)[kThreads][kVec]) {
@@ -73,7 +75,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardParams& p, const
   const int step = static_cast<int>(blockDim.y);
   for (int64_t s = blockIdx.y; s < plan.num_segments; s += gridDim.y) {
     const Segment<int64_t> segment(plan, s);
-    Acc input_scale[kVec];
+    Acc input_scale[kVec];  // zeros if dx is not computed
     with_weight_type<T>(plan.flags, [&](auto element) {
       widen(input_scale, columns.load(has_dx, address<const decltype(element)>(p.input_scale, {segment.sample, 0})));
     });
@@ -82,11 +84,12 @@ __device__ __forceinline__ void compute_gradients(const BackwardParams& p, const
     for (int first = threadIdx.y; first < segment.rows; first += kRowsInFlight * step) {
       Vector<X, kVec> ds[kRowsInFlight];
       Vector<T, kVec> x[kRowsInFlight];
-      // The thread's row i of kRowsInFlight. The address of a row that does not exist is valid.
+      // The thread's next kRowsInFlight rows, i = 0, 1, ... A row that does not exist gets the index of the first one,
+      // which has a valid address.
       const auto exists = [&](int i) { return first + i * step < segment.rows; };
       const auto index = [&](int i) {
-        return find_sample(segment.first_row + first + (exists(i) ? i * step : 0), plan.flags.has(kHasSamples),
-                           plan.rows_per_sample);
+        return split_row_number(segment.first_row + first + (exists(i) ? i * step : 0), plan.flags.has(kSeveralSamples),
+                                plan.rows_per_sample);
       };
 #pragma unroll
       for (int i = 0; i < kRowsInFlight; ++i) {
@@ -130,8 +133,8 @@ __device__ __forceinline__ void compute_gradients(const BackwardParams& p, const
   }
 }
 
-// The instance for elements of kBytes: float, or float16 and bfloat16, which are chosen at run time like X. An instance
-// for each type would be no faster, because the kernel waits for memory.
+// The kernel for elements T of kBytes = 4, float, or kBytes = 2, float16 and bfloat16, between which it chooses at run
+// time, as for X. An instance for each type would be no faster, because memory bounds the kernel.
 template <int kBytes>
 __global__ void __launch_bounds__(kThreads) input_scale_gradients(const BackwardParams p, const InputScalePlan plan) {
   __shared__ double thread_sums[kThreads][16 / kBytes];
@@ -150,7 +153,8 @@ __global__ void __launch_bounds__(kThreads) input_scale_gradients(const Backward
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-// An allocator for backward() that reserves memory for input_scale: a call allocates once, and both need a workspace.
+// The allocator that backward() gets. A call may allocate only once, but backward() and input_scale_gradients both need
+// a workspace: this allocates both, and puts the one for input_scale_gradients first.
 class ReservingAllocator final : public Allocator {
  public:
   ReservingAllocator(Allocator& allocator, int64_t bytes) : allocator_(allocator), bytes_(round_up(bytes, 256)) {}
@@ -159,7 +163,7 @@ class ReservingAllocator final : public Allocator {
     reserved_ = allocator_.allocate(bytes_ + bytes);
     return static_cast<char*>(reserved_) + bytes_;
   }
-  // The reserved memory, also if backward() has allocated nothing.
+  // The workspace for input_scale_gradients. Allocates it if backward() has allocated nothing.
   void* reserved() {
     if (!reserved_ && bytes_ > 0) allocate(0);
     return reserved_;
@@ -180,16 +184,16 @@ InputScalePlan make_plan(const BackwardParams& p, LaunchConfig& config) {
   const int64_t vector = 16 / bytes_of(p.dtype);
   plan.whole_vectors = p.cols % vector == 0;
   plan.flags.set(kFloatWeights, p.param_dtype != p.dtype);
-  plan.flags.set(kHasSamples, p.samples > 1);
+  plan.flags.set(kSeveralSamples, p.samples > 1);
   plan.flags.set(kGradScaledInput, p.grad_scaled_input.data);
   plan.flags.set(kGradInputScale, p.grad_input_scale.data);
   plan.flags.set(kInputScalePerSample, per_sample);
   const int64_t vectors = ceil_div(p.cols, vector), threads = std::min<int64_t>(vectors, kThreads);
-  const int64_t rows_per_round = std::min(kThreads / threads, per_sample ? p.rows : p.samples * p.rows);
-  config.block = dim3(static_cast<unsigned>(threads), static_cast<unsigned>(rows_per_round));
+  const int64_t rows_per_iteration = std::min(kThreads / threads, per_sample ? p.rows : p.samples * p.rows);
+  config.block = dim3(static_cast<unsigned>(threads), static_cast<unsigned>(rows_per_iteration));
   config.grid.x = static_cast<unsigned>(ceil_div(vectors, threads));
   const int64_t resident = std::max<int64_t>(resident_blocks(config, kernel_of(p.dtype)) / config.grid.x, 1);
-  plan.set_segments(p, rows_per_round * kRowsInFlight, resident, /*min_rounds=*/4);
+  plan.set_segments(p, rows_per_iteration * kRowsInFlight, resident, /*min_iterations=*/4);
   config.grid.y = static_cast<unsigned>(std::min(plan.num_segments, kMaxGridY));
   config.stream = static_cast<Stream>(p.stream);
   config.overlaps_previous = true;
@@ -211,7 +215,8 @@ void backward_with_input_scale(const BackwardParams& p) {
   plan.workspace = allocator.reserved();
   launch(config, kernel_of(p.dtype), p, plan);
   launch_add_partials(p, plan.workspace, /*is_double=*/false, p.cols,
-                      {p.grad_input_scale, plan.flags.has(kInputScalePerSample), num_partials}, {}, config);
+                      plan.partial_sums(p, p.grad_input_scale, kInputScalePerSample, /*first_row=*/0, num_partials),
+                      /*second=*/{}, config);
 }
 
 }  // namespace layernorm::cuda

@@ -1,22 +1,25 @@
-// The sizes at which the host code chooses another kernel or another launch. The emulator has lower ones for tests.
+// The sizes at which the host code chooses another kernel or another launch configuration. The emulator replaces this
+// file by tools/cuda_emulator/lowered_limits.h, whose sizes tests lower.
 #pragma once
 
 #include <cstdint>
 
 namespace layernorm::cuda {
 
-constexpr int64_t kMaxGridY = 65535;  // blocks of a grid along y
+constexpr int64_t kMaxGridY = 65535;  // blocks along y in a grid; CUDA's limit
 
-// The most vectors of a row that forward keeps in registers, that a warp stages, and that a block stages.
+// The most vectors (16 bytes) of a row that forward keeps in registers, that one warp stages in shared memory, and that
+// one block stages there.
 constexpr int64_t kMaxRegisterVectors = 2048;
 constexpr int64_t kMaxWarpVectors = 128;
 constexpr int64_t kMaxBlockVectors = 2048;
 
-// The most rounds of a block in backward for which one launch, without add_partials, is faster: see plan_launch().
-constexpr int64_t kFewRounds = 2;
+// Backward of rows that take one block at most so many iterations is a single launch: one block, or one cluster, sums
+// the weight gradients of all rows, because a second kernel (add_partials) would take longer. See plan_launch().
+constexpr int64_t kFewIterations = 2;
 
-// The most bytes of a staged tile of images (channels_first.cu), so that two blocks fit on a multiprocessor of an H100.
-// GPUs of compute capability 8.6, 8.9 and 12.0 have less shared memory.
+// The most bytes that a block stages of images (channels_first.cu), so that two blocks fit on a multiprocessor of an
+// H100. GPUs of compute capability 8.6, 8.9 and 12.0 have about as much for one block, and so run one.
 constexpr int64_t kMaxStagedBytes = 96 * 1024;
 
 }  // namespace layernorm::cuda

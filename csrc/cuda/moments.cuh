@@ -1,7 +1,7 @@
 // The moments of rows in forward: the mean, and the sum m2 of the squared differences from it. A sweep over a row sums
-// d = x - center and d^2, where center is an estimate of the mean. Then mean = center + sum(d) / cols, and m2 =
-// sum(d^2) - sum(d)^2 / cols. If the estimate is bad or a sum overflows, which is rare, the sweep is repeated.
-// cpu/forward.cpp has the error bound.
+// d = x - center and d^2, where center is an estimate of the mean, the average of a few elements. Then mean = center +
+// sum(d) / cols, and m2 = sum(d^2) - sum(d)^2 / cols. If the estimate is more than a standard deviation off, or if a
+// sum overflows, the sweep is repeated. Both are rare. cpu/forward.cpp has the error bound.
 #pragma once
 
 #include "row.cuh"
@@ -13,9 +13,9 @@ struct Moments {
   Acc center, correction, m2, row_scale;
 
   // Sets correction and m2 from the sums of d and d^2 over `cols` columns, with d = x * row_scale - center. Returns
-  // whether the sums must be repeated with the center or row_scale that it has changed: the center if it was an
-  // estimate more than a standard deviation off, row_scale if a sum overflowed. NaN or infinity among the x give NaN.
-  __device__ __forceinline__ bool set_from_sums(Acc sum, Acc sum_of_squares, const Divisor<Acc>& cols, bool rms,
+  // whether the sums must be repeated, with another row_scale because a sum has overflowed, or with another center
+  // because the estimate is too far off. NaN or infinity in the row give NaN, and are also repeated once.
+  __device__ __forceinline__ bool set_from_sums(Acc sum, Acc sum_of_squares, const FloatDivisor<Acc>& cols, bool rms,
                                                 bool& center_is_estimate) {
     correction = rms ? 0 : cols.divide(sum);
     const Acc correction_squared = cols.value * correction * correction;
@@ -34,21 +34,21 @@ struct Moments {
   }
 };
 
-// The arguments of all forward kernels for rows that the host computes from ForwardParams.
+// What the host computes from ForwardParams for the kernels of rows.
 struct ForwardPlan {
   Flags flags;
-  ByteStride x_stride, input_stride, output_stride, sum_stride;  // x is the residual, or else the input
-  FastDivisor rows_per_sample;
+  ByteStride x_stride, input_stride, output_stride, sum_stride;  // of x: that of the residual, or else of the input
+  IntegerDivisor rows_per_sample;
   Acc eps;
-  Divisor<Acc> cols;
+  FloatDivisor<Acc> cols;
 
   // Returns whether ByteStride can address all rows.
   template <class T, class X>
   bool initialize(const ForwardParams& p) {
     flags = make_flags(p);
-    rows_per_sample = FastDivisor(p.rows);
+    rows_per_sample = IntegerDivisor(p.rows);
     eps = static_cast<Acc>(p.eps);
-    cols = Divisor<Acc>(p.cols);
+    cols = FloatDivisor<Acc>(p.cols);
     const bool strides_fit = x_stride.set(p.residual.data ? p.residual : p.input, sizeof(X)) &&
                              input_stride.set(p.input, sizeof(T)) && output_stride.set(p.output, sizeof(T)) &&
                              sum_stride.set(p.sum, sizeof(X));
@@ -70,7 +70,7 @@ struct alignas(16) Normalizer {
   // The correction is subtracted before the multiplication by rstd, so that xhat is exactly 0 for a constant row.
   __device__ __forceinline__ Acc xhat(Acc x) const { return (fma(x, row_scale, -center) - correction) * rstd; }
 
-  // Stores the mean and the rstd of x, without row_scale. One thread of the row calls this.
+  // Stores the mean and the rstd of x, from those of x * row_scale. One thread of the row calls this.
   __device__ __forceinline__ void store_statistics(const ForwardParams& p, const ForwardPlan& plan,
                                                    const RowIndex& row) const {
     if (!plan.flags.has(kRms))
@@ -79,15 +79,17 @@ struct alignas(16) Normalizer {
   }
 };
 
-// A thread's sums of d and d^2, apart for even and odd elements, so that additions do not wait for each other.
+// A thread's sums of d and d^2 in a row. Even and odd elements have sums of their own, so that successive additions do
+// not wait for each other.
 struct MomentSums {
   Acc d_sums[2] = {}, squares[2] = {};
 
-  // Adds d = x * row_scale - center of the thread's element e.
+  // Adds d = x * row_scale - center of element e of a vector.
   __device__ __forceinline__ void add(int e, Acc d) {
     d_sums[e % 2] += d;
     squares[e % 2] = fma(d, d, squares[e % 2]);
   }
+  // Sets sums[0] to the sum of d, and sums[1] to that of d^2.
   __device__ __forceinline__ void store(Acc* sums) const {
     sums[0] = d_sums[0] + d_sums[1];
     sums[1] = squares[0] + squares[1];
@@ -102,16 +104,21 @@ __device__ __forceinline__ Acc average(const Acc (&v)[kSize]) {
   return mean;
 }
 
-// Replaces each thread's sums by the totals over the row_threads threads of its row, which all of them get. A row has a
-// power of two of lanes in a warp, or the whole block. A block stores the sums of its warps in shared memory; after the
-// barrier, each warp adds them, lane w taking those of warp w. Successive calls alternate `buffer` between 0 and 1, so
-// that one barrier per call suffices. A block's warps call before_barrier() just before it.
+// A row's sums by warp in shared memory, for sum_over_row().
+template <int kCount>
+using WarpSumsOfRow = Acc[2][kCount][kMaxBlockWarps];  // [buffer][sum][warp]
+
+// Replaces each thread's sums by the totals over the row_threads threads that share its row. These are 1, 2, 4, ... or
+// 32 lanes of a warp, or the whole block. A block stores the sums of its warps in shared memory; after a barrier, each
+// warp adds them, with lane w loading those of warp w. Successive calls alternate `buffer` between 0 and 1, so that no
+// second barrier is needed before the next call overwrites sums. All warps of a block call before_barrier() before the
+// barrier.
 template <int kCount, class F>
 __device__ __forceinline__ void sum_over_row(Acc (&sums)[kCount], int row_threads, int buffer,
                                              const F& before_barrier) {
   sum_over_row_lanes(sums, row_threads);
   if (row_threads != static_cast<int>(blockDim.x)) return;
-  __shared__ Acc warp_sums[2][kCount][kMaxBlockWarps];
+  __shared__ WarpSumsOfRow<kCount> warp_sums;
   const int lane = threadIdx.x % kWarpSize, added_warp = lane % kMaxBlockWarps;
   if (lane == 0) {
     for (int k = 0; k < kCount; ++k) warp_sums[buffer][k][threadIdx.x / kWarpSize] = sums[k];
@@ -124,14 +131,14 @@ __device__ __forceinline__ void sum_over_row(Acc (&sums)[kCount], int row_thread
   }
 }
 
-// Computes the moments of a thread's kRows rows, or of its block's columns of a row. `centers` are estimates of their
-// means. add_to_sums(sums) reads moments[r].center and .row_scale, and adds the thread's elements of row r to sums[2 *
-// r] (d) and sums[2 * r + 1] (d^2). If one row of a warp must be summed again, all of them are, with the same result.
-// sum_over_row() explains `buffer` and before_barrier().
+// Computes the moments of a thread's kRows rows (or of its block's columns of a row). `centers` are estimates of the
+// means. add_to_sums(sums) adds the thread's elements of row r to sums[2 * r] (d) and sums[2 * r + 1] (d^2), with the
+// center and the row_scale of moments[r]. If one row of a warp must be summed again, all of them are: the others get
+// the same result once more. sum_over_row() explains `buffer` and before_barrier().
 template <int kRows, class F, class G = DoNothing>
 __device__ __forceinline__ void reduce_moments(Moments (&moments)[kRows], const Acc (&centers)[kRows], int row_threads,
-                                               const Divisor<Acc>& cols, bool rms, int& buffer, const F& add_to_sums,
-                                               const G& before_barrier = {}) {
+                                               const FloatDivisor<Acc>& cols, bool rms, int& buffer,
+                                               const F& add_to_sums, const G& before_barrier = {}) {
   bool center_is_estimate[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -154,36 +161,37 @@ __device__ __forceinline__ void reduce_moments(Moments (&moments)[kRows], const 
 
 // ---- rows that several blocks share ---------------------------------------------------------------------------------
 
-// Packs the moments of a block's columns into three numbers, which the blocks of a row exchange. The sign of m2, which
-// is not negative, says whether the columns are rescaled.
-__device__ __forceinline__ void pack(Acc (&packed)[3], const Moments& m) {
-  packed[0] = m.center;
-  packed[1] = m.correction;
-  packed[2] = copysign(m.m2, m.row_scale == 1 ? Acc(1) : Acc(-1));
+// Encodes the moments of a block's columns as three numbers, which the blocks of a row exchange. A negative sign of m2
+// says that row_scale is kRowScale.
+__device__ __forceinline__ void encode(Acc (&encoded)[3], const Moments& m) {
+  encoded[0] = m.center;
+  encoded[1] = m.correction;
+  encoded[2] = copysign(m.m2, m.row_scale == 1 ? Acc(1) : Acc(-1));
 }
-// Unpacks moments, for a row_scale of 1 or kRowScale. With 1, the m2 of a block that had to rescale is infinity.
-__device__ __forceinline__ Moments unpack(const Acc (&packed)[3], Acc row_scale) {
-  const bool is_rescaled = signbit(packed[2]);
-  const Acc m2 = abs(packed[2]);
-  if (row_scale == 1) return {packed[0], packed[1], is_rescaled ? kInfinity : m2, 1};
+// Decodes moments, and converts them to this row_scale, 1 or kRowScale. With 1, the m2 of a block that had to rescale
+// is infinity.
+__device__ __forceinline__ Moments decode(const Acc (&encoded)[3], Acc row_scale) {
+  const bool is_rescaled = signbit(encoded[2]);
+  const Acc m2 = abs(encoded[2]);
+  if (row_scale == 1) return {encoded[0], encoded[1], is_rescaled ? kInfinity : m2, 1};
   const Acc factor = is_rescaled ? 1 : row_scale;
-  return {packed[0] * factor, packed[1] * factor, m2 * factor * factor, row_scale};
+  return {encoded[0] * factor, encoded[1] * factor, m2 * factor * factor, row_scale};
 }
 
-// Merges the packed moments of the blocks that share a row (Chan, Golub and LeVeque, 1979), in an order that depends
-// only on their number: first the mean, then m2 = sum over the blocks of their m2 + cols * (their mean - mean)^2. Each
-// block has block_cols columns, and the last one last_block_cols. A warp calls this, and each lane adds every 32nd
-// block. If m2 overflows, the merge is repeated with kRowScale.
+// Merges the encoded moments of the blocks that share a row (Chan, Golub and LeVeque, 1979): first the mean of the row,
+// then m2, the sum over the blocks of m2 + columns * (mean of the block - mean of the row)^2. Each block has block_cols
+// columns, and the last one last_block_cols. A warp calls this, and each lane adds every 32nd block, so that the order
+// depends only on the number of blocks. If m2 overflows, the merge is repeated with kRowScale.
 __device__ __forceinline__ Moments merge_blocks(const Acc (*blocks)[3], int num_blocks, Acc block_cols,
-                                                Acc last_block_cols, const Divisor<Acc>& cols) {
+                                                Acc last_block_cols, const FloatDivisor<Acc>& cols) {
   const int lane = threadIdx.x % kWarpSize;
   for (Acc row_scale = 1;; row_scale = kRowScale) {
-    const Acc center = unpack(blocks[0], row_scale).center;
+    const Acc center = decode(blocks[0], row_scale).center;
     const auto sum_over_blocks = [&](const auto& term) {  // term(columns, mean - center, m2) of each block
       Acc sum = 0;
 #pragma unroll 1
       for (int i = lane; i < num_blocks; i += kWarpSize) {
-        const Moments m = unpack(blocks[i], row_scale);
+        const Moments m = decode(blocks[i], row_scale);
         sum += term(i + 1 == num_blocks ? last_block_cols : block_cols, (m.center - center) + m.correction, m.m2);
       }
       return sum_over_lanes<kWarpSize>(sum);

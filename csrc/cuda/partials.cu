@@ -1,5 +1,5 @@
-// Adds up the partial sums of dweight, dbias or dinput_scale that another kernel has left in the workspace: from
-// [segments of all samples, pitch] to the gradient [samples, cols].
+// Adds up the partial sums of dweight, dbias or dinput_scale that another kernel has left in the workspace, over the
+// segments: from [samples, segments, pitch] to the gradient [samples, cols].
 #include <algorithm>
 
 #include "row.cuh"
@@ -7,17 +7,10 @@
 namespace layernorm::cuda {
 namespace {
 
-constexpr int kMaxWarps = 32;      // of a block
-constexpr int kLoadsInFlight = 8;  // of a thread
+constexpr int kMaxWarps = 32;      // per block
+constexpr int kLoadsInFlight = 8;  // per thread
 
-// The partial sums [samples, segments, pitch] of a gradient [samples, cols] in the workspace.
-struct Partials {
-  int64_t first_row;  // of the workspace
-  int64_t samples, segments;
-  View gradient;
-};
-
-// Adds up the elements first, first + step, ... of a column of `rows` rows that are `pitch` elements apart.
+// Adds up rows first, first + step, ... of a column, which has `rows` rows, `pitch` elements apart.
 template <class Number>
 __device__ __forceinline__ double sum_column(const Number* column, int first, int step, int64_t rows, int64_t pitch) {
   double sum = 0;
@@ -26,25 +19,25 @@ __device__ __forceinline__ double sum_column(const Number* column, int first, in
   return sum;
 }
 
-// Stores element i of a gradient.
-__device__ __forceinline__ void store_rounded(void* to, int64_t i, double value, Dtype dtype) {
+// Rounds a value to the dtype of a gradient, and stores it as element i.
+__device__ __forceinline__ void store_rounded(void* gradient, Dtype dtype, int64_t i, double value) {
   if (dtype == Dtype::kFloat16) {
-    static_cast<__half*>(to)[i] = static_cast<__half>(value);
+    static_cast<__half*>(gradient)[i] = static_cast<__half>(value);
   } else if (dtype == Dtype::kBFloat16) {
-    static_cast<__nv_bfloat16*>(to)[i] = static_cast<__nv_bfloat16>(value);
+    static_cast<__nv_bfloat16*>(gradient)[i] = static_cast<__nv_bfloat16>(value);
   } else {
-    static_cast<float*>(to)[i] = static_cast<float>(value);
+    static_cast<float*>(gradient)[i] = static_cast<float>(value);
   }
 }
 
-// Adds the partial sums of the first gradient (blockIdx.z is 0) or the second, in a fixed order. A block has 32
-// columns, one per lane (blockIdx.x), of every gridDim.y-th sample. Warp w adds the segments w, w + warps, ...; then
-// warp 0 adds the sums of the warps. The kernel waits for memory, so each thread has many loads in flight.
+// Adds the partial sums of the first gradient (blockIdx.z is 0) or the second (1), in a fixed order. A block has 32
+// columns, one per lane, and takes every gridDim.y-th sample. Warp w adds the segments w, w + warps, ...; then warp 0
+// adds the sums of the warps. Memory bounds the kernel, so each thread has many loads in flight.
 __global__ void __launch_bounds__(kMaxWarps* kWarpSize, 2)
-    add_partials(const void* workspace, const bool is_double, const Partials first, const Partials second,
+    add_partials(const void* workspace, const bool is_double, const PartialSums first, const PartialSums second,
                  const int64_t pitch, const int64_t cols, const Dtype dtype) {
   __shared__ double warp_sums[kMaxWarps][kWarpSize];
-  const Partials partials = blockIdx.z > 0 ? second : first;
+  const PartialSums partials = blockIdx.z > 0 ? second : first;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
   const int64_t column = int64_t{blockIdx.x} * kWarpSize + lane;
   wait_for_previous_grid();
@@ -60,8 +53,9 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, 2)
     if (warp == 0 && column < cols) {
 #pragma unroll 4
       for (int w = 1; w < warps; ++w) sum += warp_sums[w][lane];
-      store_rounded(partials.gradient.data, sample * partials.gradient.sample_stride + column,
-                    is_double ? sum : static_cast<float>(sum), dtype);
+      // Sums of floats are rounded to float first, as where the blocks of backward store a gradient directly.
+      store_rounded(partials.gradient.data, dtype, sample * partials.gradient.sample_stride + column,
+                    is_double ? sum : static_cast<float>(sum));
     }
     __syncthreads();  // before the next sample overwrites warp_sums
   }
@@ -70,23 +64,19 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, 2)
 }  // namespace
 
 void launch_add_partials(const BackwardParams& p, const void* workspace, bool is_double, int64_t pitch,
-                         PartialSums first, PartialSums second, LaunchConfig config) {
-  const auto partials_of = [&](const PartialSums& sums, int64_t first_row) {
-    const int64_t samples = std::min(sums.is_per_sample ? p.samples : 1, sums.num);  // 0 without partial sums
-    return Partials{first_row, samples, sums.num / std::max(samples, int64_t{1}), sums.gradient};
-  };
-  const Partials a = partials_of(first, 0), b = partials_of(second, first.num);
-  const int64_t samples = std::max(a.samples, b.samples);
+                         const PartialSums& first, const PartialSums& second, LaunchConfig config) {
+  const int64_t samples = std::max(first.samples, second.samples);
   if (samples == 0) return;
   // A thread adds at least four partial sums: with more warps, adding up their sums would take longer.
-  const int64_t warps = ceil_div(std::max(a.segments, b.segments), 4);
+  const int64_t warps = ceil_div(std::max(first.segments, second.segments), 4);
+  const bool has_first = first.samples > 0, has_second = second.samples > 0;
   config.grid = dim3(static_cast<unsigned>(ceil_div(p.cols, kWarpSize)),
-                     static_cast<unsigned>(std::min(samples, kMaxGridY)), a.samples > 0 && b.samples > 0 ? 2 : 1);
+                     static_cast<unsigned>(std::min(samples, kMaxGridY)), has_first && has_second ? 2 : 1);
   config.block = static_cast<unsigned>(std::min<int64_t>(warps, kMaxWarps) * kWarpSize);
   config.shared_bytes = 0;
   config.cluster = 1;
   config.overlaps_previous = true;
-  launch(config, add_partials, workspace, is_double, a.samples > 0 ? a : b, b, pitch, p.cols, p.param_dtype);
+  launch(config, add_partials, workspace, is_double, has_first ? first : second, second, pitch, p.cols, p.param_dtype);
 }
 
 }  // namespace layernorm::cuda

@@ -1,20 +1,20 @@
-// Rows that are staged in shared memory. ThreadColumns: the columns that a thread owns for a whole launch, so that
-// their weights and sums stay in registers. Variant: the constants for which an instance of a kernel is compiled.
-// RowDivision: the blocks and threads of a row. WarpSums: the sums of a row over its warps.
+// What forward and backward of rows in shared memory have in common. ThreadColumns: the columns that a thread owns for
+// a whole launch, so that their weights and sums stay in registers. Variants: the constants for which an instance of a
+// kernel is compiled. RowDivision: the blocks and threads of a row. WarpSums: the sums of a row over its warps.
 #pragma once
 
 #include "row.cuh"
 
 namespace layernorm::cuda {
 
-// Which of a warp's successive columns a lane owns: kElements = 16 of them, counted by j.
+// Which columns of a row a lane owns: 16 of those of its warp (ThreadColumns::kElements), counted by j.
 //
 //   kVectors   vectors of 16 bytes. A lane copies its own vectors to shared memory, so that no other thread reads them.
 //              All rows must be aligned and whole vectors.
 //   kElements  every 32nd element, or 16th, 8th, ... if a row has fewer lanes, so that shared memory has no bank
-//              conflicts. Together, the lanes copy the aligned 16 bytes ("granules") that cover the columns. Each
-//              reads what others have copied, after __syncwarp().
-//   kGeneral   the columns of either, as run time decides; copied and read as with kElements.
+//              conflicts. Together, the lanes copy the aligned groups of 16 bytes ("granules") that cover the
+//              columns. Each reads what others have copied, after __syncwarp().
+//   kGeneral   the columns of either, as the host decides for a launch; copied and read as with kElements.
 //
 //   bfloat16 columns     mapping     lane l of warp 0 (columns 0 to 511)     lane l of warp 1
 //   1024                 kVectors    8 l to 8 l + 7, 256 + 8 l to + 7        512 more
@@ -24,8 +24,8 @@ namespace layernorm::cuda {
 // The columns of a lane, and so the order of summation, depend on the number of columns and not on the alignment.
 enum class Mapping { kVectors, kElements, kGeneral };
 
-// The columns that a thread owns of a row of X, or of its block's columns of that row. A row has kLanes = 32 lanes of
-// each of its warps or, if kLanes is 0, as many as run time says: with fewer than 32, a warp holds several rows.
+// The columns that a thread owns of a row of X, or of its block's columns of that row. With kLanes = 32, all lanes of a
+// warp have the same row. With kLanes = 0, the host decides how many: with fewer than 32, a warp holds several rows.
 template <class X, Mapping kMapping, int kLanes>
 struct ThreadColumns {
   static constexpr int kVec = kVectorSize<X>;
@@ -33,7 +33,7 @@ struct ThreadColumns {
   static constexpr int kVectors = kElements / kVec;
   static constexpr int kWarpCols = kElements * kWarpSize;
 
-  // Bytes in which a warp stages its rows of an array of E. A row that is not aligned takes 16 more.
+  // Bytes in which a warp stages its rows of an array of E. A row that is not aligned needs one granule more.
   template <class E>
   __host__ __device__ static constexpr int staged_bytes(int rows) {
     return kWarpCols * static_cast<int>(sizeof(E)) + (kMapping == Mapping::kVectors ? 0 : 16 * rows);
@@ -41,12 +41,13 @@ struct ThreadColumns {
 
   int warp_begin;  // the warp's first column, among the block's
   int lane_in_warp;
-  int lane_in_row;           // the lane's index among those that share its row in this warp
+  int lane_in_row;           // the lane's index among the lanes of this warp that share its row
   int row_in_warp;           // the index of that row among the rows of the warp
-  int runtime_row_lanes;     // used if kLanes is 0
-  int runtime_element_step;  // used by kGeneral
+  int runtime_row_lanes;     // row_lanes() if kLanes is 0
+  int runtime_element_step;  // element_step() of kGeneral
 
-  // `warp` is the warp's index among those that share the row; `vectors` selects the mapping of kGeneral.
+  // `warp` is the warp's index among those that share the row, and `lanes` is row_lanes(). With kGeneral, `vectors`
+  // tells whether lanes own the columns of kVectors or those of kElements.
   __device__ __forceinline__ ThreadColumns(int warp, int lanes, bool vectors)
       : warp_begin(warp * kWarpCols),
         lane_in_warp(keep_in_register(static_cast<int>(threadIdx.x % kWarpSize))),
@@ -55,7 +56,8 @@ struct ThreadColumns {
         runtime_row_lanes(lanes),
         runtime_element_step(vectors ? 1 : lanes) {}
 
-  // A copy from which the compiler computes columns again: see recompute_from(). Those of vectors take few registers.
+  // A copy from which the compiler computes columns again: see recompute_from(). The columns of vectors take so few
+  // registers that they need not be.
   __device__ __forceinline__ ThreadColumns recomputed() const {
     ThreadColumns columns = *this;
     if (kMapping == Mapping::kVectors) return columns;
@@ -64,8 +66,9 @@ struct ThreadColumns {
     return columns;
   }
 
-  // The lanes of this warp that share a row.
+  // The number of lanes of a warp that share a row.
   __device__ __forceinline__ int row_lanes() const { return kLanes == 0 ? runtime_row_lanes : kLanes; }
+  // Columns from one element of this lane to its next one, within a vector's worth of elements.
   __device__ __forceinline__ int element_step() const {
     return kMapping == Mapping::kGeneral ? runtime_element_step : kMapping == Mapping::kVectors ? 1 : row_lanes();
   }
@@ -81,8 +84,8 @@ struct ThreadColumns {
   // The column of this lane's element j, among the block's.
   __device__ __forceinline__ int column(int j) const { return warp_begin + lane_offset() + distance_to(j); }
 
-  // Starts to copy the warp's columns of a row in global memory to its shared memory. `array` points to the block's
-  // columns, of which `cols` exist; the others become zeros.
+  // Starts to copy the warp's columns of a row from global memory to `shared`, the warp's memory for this array.
+  // `array` points to the block's first column. Of the block's columns, `cols` exist; the others become zeros.
   template <class E>
   __device__ __forceinline__ void fetch(unsigned char* shared, const E* array, int cols) const {
     if constexpr (kMapping == Mapping::kVectors) {
@@ -95,22 +98,23 @@ struct ThreadColumns {
                                  column(i * kVec) < cols ? kVectorBytes : 0);
       }
     } else {
-      constexpr int kGranules = kElements * sizeof(E) / 16;
+      constexpr int kLaneGranules = kElements * sizeof(E) / 16;
       const E* const from = keep_in_register(array + warp_begin);
       const int offset = misalignment(from), n = min(cols - warp_begin, row_lanes() * kElements);
-      const int end = n > 0 ? offset + n * static_cast<int>(sizeof(E)) : 0;
+      const int end = n > 0 ? offset + n * static_cast<int>(sizeof(E)) : 0;  // bytes from the first granule on
       unsigned char* const to = staged_row<E>(shared);
       const auto copy = [&](int granule) {
         async_copy<16>(to + granule * 16, reinterpret_cast<const unsigned char*>(from) - offset + granule * 16,
                        min(max(end - granule * 16, 0), 16), granule == 0 ? offset : 0);
       };
 #pragma unroll
-      for (int i = 0; i < kGranules; ++i) copy(i * row_lanes() + lane_in_row);
-      if (lane_in_row == 0) copy(kGranules * row_lanes());
+      for (int i = 0; i < kLaneGranules; ++i) copy(i * row_lanes() + lane_in_row);
+      if (lane_in_row == 0) copy(kLaneGranules * row_lanes());  // one more granule, if the row is not aligned
     }
   }
 
-  // Where fetch() puts this thread's element 0 of a row. `offset` is misalignment() of the warp's first column.
+  // The address in shared memory of this thread's element 0, which fetch() has copied. `offset` is the misalignment()
+  // of the row's address in global memory; each warp's first column has the same.
   template <class E>
   __device__ __forceinline__ E* staged_elements(unsigned char* shared, int offset) const {
     if constexpr (kMapping == Mapping::kVectors) {
@@ -119,13 +123,14 @@ struct ThreadColumns {
       return reinterpret_cast<E*>(staged_row<E>(shared) + offset) + lane_offset();
     }
   }
-  // Bytes by which the address of the warp's first column exceeds a multiple of 16, from which fetch() copies.
+  // Bytes from the last multiple of 16 to an address. fetch() copies from that multiple on.
   __device__ __forceinline__ int misalignment(const void* address) const {
     return static_cast<int>(reinterpret_cast<uintptr_t>(address) % 16);
   }
 
-  // The following functions move kCount elements of this thread, from element j on: a whole vector with kVectors, a
-  // vector or less with the other mappings. `staged` is from staged_elements(); `array` points to the block's columns.
+  // The next four functions move kCount elements of this thread, from element j on: a whole vector with kVectors, a
+  // vector or less with the other mappings. `staged` is the result of staged_elements(), and `array` the address in
+  // global memory of the block's first column.
 
   template <class E, int kCount>
   __device__ __forceinline__ void read_shared(Acc (&v)[kCount], const E* staged, int j) const {
@@ -181,27 +186,27 @@ struct ThreadColumns {
       }
     }
   }
-  // Loads the weight or the bias of all columns of this thread, from the sample's row of `view`, or sets default_value
-  // if the call has none. `first_column` is the block's; `exists` is kWeight or kBias.
+  // Loads a sample's weight (kWeight) or bias (kBias) of all columns of this thread; ones or zeros if the call has
+  // none. The block has `cols` columns, from block_begin on.
   template <class T>
-  __device__ __forceinline__ void load_weights(Acc (&v)[kElements], const View& view, const RowIndex& sample,
-                                               int64_t first_column, int cols, Flags flags, Flag exists,
-                                               Acc default_value) const {
-    for (Acc& value : v) value = default_value;
-    if (!flags.has(exists)) return;
+  __device__ __forceinline__ void load_parameter(Acc (&v)[kElements], Flag parameter, const View& view, int64_t sample,
+                                                 int64_t block_begin, int cols, Flags flags) const {
+    for (Acc& value : v) value = parameter == kWeight ? 1 : 0;
+    if (!flags.has(parameter)) return;
     with_weight_type<T>(flags, [&](auto element) {
-      const auto* const from = address<const decltype(element)>(view, sample) + first_column;
+      const auto* const from = address<const decltype(element)>(view, {sample, 0}) + block_begin;
 #pragma unroll
       for (int j = 0; j < kElements; j += kVec) {
         Acc wide[kVec];
         widen(wide, load_global<kVec>(from, j, cols));
-        for (int e = 0; e < kVec; ++e) v[j + e] = exists == kWeight && flags.has(kZeroCentered) ? wide[e] + 1 : wide[e];
+        for (int e = 0; e < kVec; ++e)
+          v[j + e] = parameter == kWeight && flags.has(kZeroCentered) ? wide[e] + 1 : wide[e];
       }
     });
   }
 
  private:
-  // The shared memory of this lane's row, among the rows of the warp.
+  // The part of a warp's memory for an array that has this lane's row.
   template <class E>
   __device__ __forceinline__ unsigned char* staged_row(unsigned char* shared) const {
     return shared +
@@ -209,12 +214,12 @@ struct ThreadColumns {
   }
 };
 
-// The rows and options for which an instance of a kernel is compiled. The host code chooses a variant for each call.
+// A variant: the rows and options for which an instance of a kernel is compiled. The host chooses one for each call.
 template <Mapping kMapping_, int kLanes_, unsigned kUnsupported_>
 struct BasicVariant {
   static constexpr Mapping kMapping = kMapping_;
   static constexpr int kLanes = kLanes_;                   // see ThreadColumns
-  static constexpr unsigned kUnsupported = kUnsupported_;  // flags of calls that take another variant
+  static constexpr unsigned kUnsupported = kUnsupported_;  // flags that calls of this variant never have
   static constexpr bool kIsGeneral = kMapping == Mapping::kGeneral;
   static constexpr bool kRowSpansWarps = kLanes > 0;                    // a row has one or more whole warps
   static constexpr bool kRowFitsWarp = !kIsGeneral && !kRowSpansWarps;  // a row has some or all lanes of one warp
@@ -224,18 +229,19 @@ struct BasicVariant {
 constexpr unsigned kBlockUnsupported = kTwoLaunches | kMemoryEfficient | kInputScale;
 constexpr unsigned kWarpUnsupported = kBlockUnsupported | kBlocksShareRow;
 constexpr unsigned kGatedUnsupported = kResidual | kInputScale | kGradSum | kMemoryEfficient;
-// Vectors: the columns are whole vectors. Warp: a row fits a warp. Block: a block or a cluster has a row.
+// The names say how many threads have a row, and which columns they own. Warp: a warp or less; Block: a block, or the
+// blocks of a cluster. Vectors and Elements: Mapping::kVectors and kElements.
 struct WarpVectors : BasicVariant<Mapping::kVectors, 0, kWarpUnsupported> {};
 struct BlockVectors : BasicVariant<Mapping::kVectors, kWarpSize, kBlockUnsupported> {};
 struct WarpElements : BasicVariant<Mapping::kElements, 0, kWarpUnsupported> {};
 struct BlockElements : BasicVariant<Mapping::kElements, kWarpSize, kBlockUnsupported> {};
-struct GeneralRows : BasicVariant<Mapping::kGeneral, 0, 0> {};              // all rows and options but gates
-struct GatedRows : BasicVariant<Mapping::kGeneral, 0, kGatedUnsupported> {  // all rows of gated norms
+struct GeneralRows : BasicVariant<Mapping::kGeneral, 0, 0> {};              // any row and option but a gate
+struct GatedRows : BasicVariant<Mapping::kGeneral, 0, kGatedUnsupported> {  // any row of a gated norm
   static constexpr bool kIsGated = true;
 };
 
-// Waits until the copies of the oldest of `stages` pending stages have arrived. async_wait() needs the number of the
-// other stages at compile time, so this recurses from kMostStages down to `stages`.
+// Waits until the copies of the oldest of `stages` pending stages have arrived. async_wait() needs the number of stages
+// that may still be pending, stages - 1, as a constant, so this recurses from kMostStages down to `stages`.
 template <int kMostStages>
 __device__ __forceinline__ void wait_for_stage(int stages) {
   if constexpr (kMostStages > 1) {
@@ -253,13 +259,14 @@ __device__ __forceinline__ Flags supported_flags(Flags flags) {
 
 constexpr int kMinLanes = 2;  // per row
 
-// The blocks, warps and lanes of a row. The dtype and the number of columns decide them, and so the order of summation.
+// How many blocks, warps and lanes share a row. Only the dtype and the number of columns decide this, because it
+// determines the order of summation.
 struct RowDivision {
   bool row_fits_warp;  // else a row has whole warps of one or more blocks
-  bool whole_vectors;  // see Mapping
-  int row_threads;     // threads of a block per row
+  bool whole_vectors;  // the row is whole vectors: threads own the columns of Mapping::kVectors
+  int row_threads;     // per row in one block
   int block_cols;      // columns of a row that a block has; the last block may have fewer
-  int row_blocks;
+  int row_blocks;      // per row
 
   // A block has at most max_block_vectors vectors of a row. A row of several blocks is divided further, up to a cluster
   // of 8, until a block has at most preferred_warps warps.
@@ -267,50 +274,56 @@ struct RowDivision {
   void divide(int64_t cols, int64_t preferred_warps, int64_t max_block_vectors = kMaxBlockVectors) {
     using Columns = ThreadColumns<X, Mapping::kGeneral, 0>;
     constexpr int64_t kVec = Columns::kVec, kWarpVectors = Columns::kWarpCols / kVec;
+    constexpr int64_t kMaxWarps = kMaxBlockWarps;  // also the warps that are resident on a multiprocessor in backward
     const int64_t vectors = ceil_div(cols, kVec);
     whole_vectors = cols % kVec == 0;
     row_fits_warp = vectors <= std::min(kMaxWarpVectors, kWarpVectors);
-    constexpr int64_t kMaxWarps = kMaxBlockWarps;  // also those that are resident on a multiprocessor in backward
+    if (row_fits_warp) {
+      row_blocks = 1;
+      block_cols = static_cast<int>(cols);
+      row_threads = kMinLanes;
+      while (row_threads * Columns::kElements < cols) row_threads *= 2;
+      return;
+    }
     max_block_vectors = std::min({max_block_vectors, kMaxBlockVectors, kWarpVectors * kMaxWarps});
     int64_t blocks = 1;
+    while (ceil_div(vectors, blocks) > max_block_vectors) blocks *= 2;
     const auto vectors_of_block = [&] { return round_up(ceil_div(vectors, blocks), kWarpSize); };
-    if (!row_fits_warp) {
-      // Clusters of 2, 4 or 8, because others leave multiprocessors idle: the smallest whose blocks have at most the
-      // preferred number of warps and keep most warps resident, or else 8.
-      const auto needs_more = [&] {
-        const int64_t warps = ceil_div(vectors_of_block(), kWarpVectors), resident_warps = kMaxWarps / warps * warps;
-        return warps > preferred_warps || 4 * resident_warps < 3 * kMaxWarps;
-      };
-      while (ceil_div(vectors, blocks) > max_block_vectors) blocks *= 2;
-      while (blocks > 1 && blocks < kMaxClusterSize && needs_more()) blocks *= 2;
-    }
+    // Whether more blocks should share the row: blocks of this size have too many warps, or they leave more than a
+    // quarter of the warps idle that a multiprocessor can run.
+    const auto needs_more = [&] {
+      const int64_t warps = ceil_div(vectors_of_block(), kWarpVectors), resident_warps = kMaxWarps / warps * warps;
+      return warps > preferred_warps || 4 * resident_warps < 3 * kMaxWarps;
+    };
+    // Clusters of 2, 4 or 8, because other sizes leave multiprocessors idle.
+    while (blocks > 1 && blocks < kMaxClusterSize && needs_more()) blocks *= 2;
     // Rows that no cluster holds take two launches: their blocks are smaller, so that more of them keep the GPU busy.
     if (blocks > kMaxClusterSize) blocks = ceil_div(vectors, max_block_vectors / 2);
     block_cols = static_cast<int>(std::min((blocks == 1 ? vectors : vectors_of_block()) * kVec, cols));
     row_blocks = static_cast<int>(ceil_div(cols, block_cols));
     row_threads = static_cast<int>(ceil_div(block_cols, Columns::kWarpCols)) * kWarpSize;
-    if (!row_fits_warp) return;
-    row_threads = kMinLanes;
-    while (row_threads * Columns::kElements < cols) row_threads *= 2;
   }
 };
 
-// Adds up three sums over the warps of a row, which are in one block: put(), a block barrier, get(). Two buffers take
-// turns, so that one barrier per row suffices: it also separates a get() from the put() that overwrites what it reads.
-using WarpSumsMemory = Acc[2][3][kMaxBlockWarps + 1];  // [buffer][sum][warp]; the last "warp" of each is 0
+// Adds up three sums over the warps of a row, which are in one block: all warps call put(), a block barrier, and get().
+// Two buffers take turns, so that one barrier per row suffices: a get() and the put() that overwrites what it reads are
+// on different sides of the barrier of the row between them.
+using WarpSumsMemory = Acc[2][3][kMaxBlockWarps + 1];  // [buffer][sum][warp]; the last "warp" stays 0
 
 class WarpSums {
  public:
-  // This warp's row has the warps [first, first + count) of the block. All threads call this, and then synchronize.
-  __device__ __forceinline__ WarpSums(WarpSumsMemory& memory, int first, int count) {
+  // The row of this warp has the warps [first_warp, first_warp + row_warps) of the block. All threads of the block call
+  // this, and then synchronize, because it clears the memory.
+  __device__ __forceinline__ WarpSums(WarpSumsMemory& memory, int first_warp, int row_warps) {
     const int lane = threadIdx.x % kWarpSize, lane_of_sum = lane % kLanesPerSum;
     for (int i = threadIdx.x; i < 2 * kBuffer; i += blockDim.x) (&memory[0][0][0])[i] = 0;
     put_ = &memory[0][lane & 8 ? 2 : lane / 16][threadIdx.x / kWarpSize];
-    const int get_warp = lane_of_sum < count ? first + lane_of_sum : kMaxBlockWarps;
+    const int get_warp = lane_of_sum < row_warps ? first_warp + lane_of_sum : kMaxBlockWarps;
     get_ = &memory[0][0][0] + keep_in_register(min(lane / kLanesPerSum, 2) * (kMaxBlockWarps + 1) + get_warp);
   }
-  // Stores the warp's sums, with 6 shuffles instead of 15: lanes 0 to 7 go on with sums[0], 16 to 23 with sums[1], and
-  // the others with sums[2]. Lanes 0, 16 and 8 have the results.
+  // Adds the sums over the lanes of the warp, and stores the results. This takes 6 shuffles instead of 15, because
+  // lanes give up all sums but one: lanes 0 to 7 go on with sums[0], 16 to 23 with sums[1], and the others with
+  // sums[2].
   __device__ __forceinline__ void put(const Acc (&sums)[3], int lane) {
     const auto add = [&](Acc kept, Acc sent, int offset) { return kept + __shfl_xor_sync(kAllLanes, sent, offset); };
     const bool second = lane & 16, third = lane & 8;
@@ -321,11 +334,12 @@ class WarpSums {
     if (lane == 0 || lane == 8 || lane == 16) put_[buffer_] = sum;
     buffer_ = kBuffer - buffer_;
   }
-  // Returns the sums that the row's `count` warps put last. Lanes 8 k to 8 k + 7 each load sum k of another warp.
-  __device__ __forceinline__ void get(Acc (&sums)[3], int count) {
+  // Adds the sums that the row's warps put last, for all lanes of all these warps. Lanes 8 k to 8 k + 7 each load sum k
+  // of another warp, or of two.
+  __device__ __forceinline__ void get(Acc (&sums)[3], int row_warps) {
     const Acc* const from = get_ + (kBuffer - buffer_);
     Acc sum = from[0];
-    if (count > kLanesPerSum) sum += from[kLanesPerSum];  // such a row has the whole block; absent warps are 0
+    if (row_warps > kLanesPerSum) sum += from[kLanesPerSum];  // such a row has the whole block; absent warps are 0
 #pragma unroll
     for (int offset = kLanesPerSum / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
     for (int k = 0; k < 3; ++k) sums[k] = __shfl_sync(kAllLanes, sum, k * kLanesPerSum);

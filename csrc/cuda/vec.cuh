@@ -1,11 +1,11 @@
-// Vector<E, kSize>: neighbouring elements of a row that a thread loads or stores with one instruction. A vector of x
-// has 16 bytes; vectors of other arrays hold the same columns, so that they have 8, 16 or 32 bytes.
+// Vector<E, kSize>: neighbouring elements of a row that a thread loads or stores together, by instructions of up to 16
+// bytes. A vector of x has 16 bytes; vectors of other arrays hold the same columns, and so 8, 16 or 32 bytes.
 #pragma once
 
 #include <algorithm>
 #include <type_traits>
 
-#include "device.h"
+#include "launch_and_ptx.h"
 
 namespace layernorm::cuda {
 
@@ -20,7 +20,7 @@ struct Elements {
 using Acc = float;  // the type of statistics and sums
 
 template <class T>
-constexpr int kVectorSize = 16 / sizeof(T);
+constexpr int kVectorSize = 16 / sizeof(T);  // elements of T in 16 bytes
 
 template <class E, int kSize>
 struct alignas(std::min<size_t>(kSize * sizeof(E), 16)) Vector {
@@ -56,23 +56,23 @@ __device__ __forceinline__ Vector<E, kSize> round_to(const Acc (&v)[kSize]) {
   return result;
 }
 
-// Converts kCount elements of `v` to Acc, from element `begin` on. A bfloat16 has the upper half of a float's bits.
-template <class E, int kCount, int kSize>
-__device__ __forceinline__ void widen(Acc (&result)[kCount], const Vector<E, kSize>& v, int begin = 0) {
+// Converts all elements to Acc. A bfloat16 has the upper half of a float's bits.
+template <class E, int kSize>
+__device__ __forceinline__ void widen(Acc (&result)[kSize], const Vector<E, kSize>& v) {
   if constexpr (std::is_same_v<E, __nv_bfloat16>) {
-    for (int e = 0; e < kCount; e += 2) {
-      const uint32_t pair = reinterpret_cast<const uint32_t&>(v.values[begin + e]);
+    for (int e = 0; e < kSize; e += 2) {
+      const uint32_t pair = reinterpret_cast<const uint32_t&>(v.values[e]);
       result[e] = __uint_as_float(pair << 16);
       result[e + 1] = __uint_as_float(pair & 0xffff0000u);
     }
   } else if constexpr (std::is_same_v<E, __half>) {
-    for (int e = 0; e < kCount; e += 2) {
-      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(v.values[begin + e]));
+    for (int e = 0; e < kSize; e += 2) {
+      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(v.values[e]));
       result[e] = pair.x;
       result[e + 1] = pair.y;
     }
   } else {
-    for (int e = 0; e < kCount; ++e) result[e] = static_cast<Acc>(v.values[begin + e]);
+    for (int e = 0; e < kSize; ++e) result[e] = static_cast<Acc>(v.values[e]);
   }
 }
 

@@ -26,7 +26,8 @@ CACHE = ROOT / "build" / "emulator"
 UNLIMITED = 2**63 - 1
 
 RUNTIME = [EMULATOR / name for name in ("scheduler.cpp", "checker.cpp")]
-OWN_HEADERS = ("cuda/device.h", "cuda/launch_limits.h")  # replace those of csrc
+# The headers of csrc that the emulator replaces, and by which of its own.
+REPLACED_HEADERS = {"cuda/launch_and_ptx.h": "emulated_device.h", "cuda/launch_limits.h": "lowered_limits.h"}
 
 # The host code for the CPU calls backend.cpp of this folder, which has the limits of the CUDA kernels.
 LIMITS = "has_float64 = {}, needs_alignment = {};"
@@ -112,7 +113,7 @@ def _mirror(csrc, namespace=None):
     """
     suffixes = (".h", ".cuh", ".cpp", ".cu")
     origins = {path.relative_to(csrc): path for path in csrc.rglob("*") if path.suffix in suffixes}
-    origins |= {path: EMULATOR / path.name for path in map(pathlib.Path, OWN_HEADERS)}
+    origins |= {pathlib.Path(path): EMULATOR / own for path, own in REPLACED_HEADERS.items()}
     files = {}
     for path, origin in origins.items():
         text = origin.read_text()
@@ -209,14 +210,14 @@ class Library:
         self._launched.restype = ctypes.c_char_p
 
     @contextlib.contextmanager
-    def schedule(self, seed=0, architecture=90, path_limit=UNLIMITED, few_rounds=0, resident=3):
+    def schedule(self, seed=0, architecture=90, path_limit=UNLIMITED, few_iterations=0, resident=3):
         """Run threads in order (seed 0) or at random, on a GPU of this compute capability, within the `with` block.
 
         `path_limit` lowers the sizes up to which a kernel handles a row (in vectors) or stages pixels (in bytes): see
-        launch_limits.h. With `few_rounds`, backward of rows that take so many rounds is one launch. The GPU holds
-        `resident` blocks or clusters at once.
+        lowered_limits.h. With `few_iterations`, backward of rows that take so many iterations is one launch. The GPU
+        holds `resident` blocks or clusters at once.
         """
-        self._configure(seed, architecture, resident, path_limit, few_rounds)
+        self._configure(seed, architecture, resident, path_limit, few_iterations)
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-// Runs CUDA kernels on a CPU and checks what they do: the part that kernels (through device.h) and tests use.
+// Runs CUDA kernels on a CPU and checks what they do: the part that kernels (through emulated_device.h) and tests use.
 //
 // Every CUDA thread is a fiber. Fibers switch at barriers and warp collectives, in an order that the test chooses. An
 // error that a GPU would answer with a hang or with garbage throws a Fault, which names file and line.
@@ -44,7 +44,7 @@ enum class Contents {
 void register_buffer(const void* base, size_t bytes, const char* name, Contents contents);
 void clear_buffers();
 
-// ---- for device.h ---------------------------------------------------------------------------------------------------
+// ---- for emulated_device.h ------------------------------------------------------------------------------------------
 
 struct ThreadView {
   uint3 thread_idx, block_idx;
@@ -87,7 +87,7 @@ void wait_for_previous_grid();
 
 // ---- launches -------------------------------------------------------------------------------------------------------
 
-struct Launch {  // the LaunchConfig of device.h
+struct Launch {  // the LaunchConfig of launch_and_ptx.h
   dim3 grid, block;
   size_t shared_bytes = 0;
   void* stream = nullptr;

@@ -14,7 +14,7 @@
 #include <sstream>
 
 #include "gpu_models.h"
-#include "launch_limits.h"
+#include "lowered_limits.h"
 #include "machine.h"
 
 namespace emulator {
@@ -349,7 +349,7 @@ std::string refusal(const Launch& l, size_t static_bytes) {
                                      l.shared_bytes,
                                      l.cluster,
                                      l.overlaps_previous && current_options.architecture >= 90};
-  // As in csrc/cuda/device.h, whose launch() allows each kernel all of the device's shared memory.
+  // As in csrc/cuda/launch_and_ptx.h, whose launch() allows each kernel all of the device's shared memory.
   return gpu_models::refusal(gpu(), kernel, launch, max_shared_memory() - static_bytes);
 }
 
@@ -417,7 +417,7 @@ std::string source_line(const void* pc) {
   if (!text.empty()) return text;
   std::istringstream lines(addr2line("-si", static_cast<const char*>(pc) - 1));  // pc is a return address
   for (std::string line; std::getline(lines, line);) {
-    if (line.starts_with("device.h:")) continue;
+    if (line.starts_with("emulated_device.h:")) continue;
     text += (text.empty() ? "" : " < ") + line.substr(0, line.find(' '));  // no discriminator
   }
   if (text.empty()) text = "an unknown line";
@@ -563,9 +563,9 @@ void wait_for_previous_grid() { current->waited_for_previous_grid = true; }
 
 extern "C" {
 
-void emulator_configure(uint64_t seed, int architecture, int resident, int64_t path_limit, int64_t few_rounds) {
+void emulator_configure(uint64_t seed, int architecture, int resident, int64_t path_limit, int64_t few_iterations) {
   emulator::options() = {seed, architecture, resident};
-  layernorm::cuda::lower_launch_limits(path_limit, few_rounds);
+  layernorm::cuda::lower_launch_limits(path_limit, few_iterations);
 }
 
 // Returns a line "number cluster_size kernel" for each kind of launch since the last call.

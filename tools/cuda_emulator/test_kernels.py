@@ -174,7 +174,7 @@ def test_long_rows_in_clusters_and_two_launches(library, dtypes):
 @kernel_dtypes
 @pytest.mark.parametrize("architecture", [89, 90])
 def test_a_gpu_that_holds_one_row_sums_all_rows_in_one_segment(library, dtypes, architecture):
-    """600 rounds are three sums of up to 256 rows (kRoundsPerSum), which are added in the workspace."""
+    """600 iterations are three sums of up to 256 rows (kIterationsPerSum), which are added in the workspace."""
     x, dy, w, b = random_args(library, dtypes, 600, 2 * 32 * 16 // dtypes[0].itemsize)
     with library.schedule(architecture=architecture, path_limit=32, resident=1):
         check(run(library, x, dy, w, b), x, dy, w, b)
@@ -200,7 +200,7 @@ def test_backward_fits_into_shared_memory(library, architecture, dtype, vectors)
             check(run(library, x, dy, w, b, grad_sum=grad_sum), x, dy, w, b, grad_sum=grad_sum)
 
 
-# Numbers of columns, in vectors of 16 bytes, and the rows that a block of 256 threads then takes in one round.
+# Numbers of columns, in vectors of 16 bytes, and the rows that a block of 256 threads then takes in one iteration.
 @kernel_dtypes
 @pytest.mark.parametrize("vectors", [5, 100, 200, 700])
 def test_few_rows_take_one_launch(library, dtypes, vectors):
@@ -211,28 +211,28 @@ def test_few_rows_take_one_launch(library, dtypes, vectors):
         threads = max(2 ** math.ceil(math.log2(cols / elements)), 2)
         if threads > 32:
             threads = math.ceil(cols / elements / 32) * 32
-        rows_of_round = max(256 // threads, 1)
-        for architecture, rounds in itertools.product((89, 90), (1, 2, 3, 16, 17)):
-            rows = (rounds - 1) * rows_of_round + 1
+        rows_of_iteration = max(256 // threads, 1)
+        for architecture, iterations in itertools.product((89, 90), (1, 2, 3, 16, 17)):
+            rows = (iterations - 1) * rows_of_iteration + 1
             x, dy, w, b = random_args(library, dtypes, rows, cols)
-            blocks = math.ceil(rounds / math.ceil(rounds / 8)) if architecture == 90 else 1
-            with library.schedule(rounds, architecture=architecture, few_rounds=2):
+            blocks = math.ceil(iterations / math.ceil(iterations / 8)) if architecture == 90 else 1
+            with library.schedule(iterations, architecture=architecture, few_iterations=2):
                 library.launched()
                 results = run(library, x, dy, w, b)
                 counts = library.launched()
                 others = run(library, amid_nans(x, gap=0), amid_nans(dy), amid_nans(w), b)
-            check(results, x, dy, w, b, context=(cols, architecture, rounds))
-            assert_same_bits(results, others, cols, architecture, rounds)
-            if rounds <= (16 if architecture == 90 else 2):
-                assert launches_of(counts, "backward") == {blocks: 1}, (cols, architecture, rounds)
-                assert not launches_of(counts, "add_partials"), (cols, architecture, rounds)
+            check(results, x, dy, w, b, context=(cols, architecture, iterations))
+            assert_same_bits(results, others, cols, architecture, iterations)
+            if iterations <= (16 if architecture == 90 else 2):
+                assert launches_of(counts, "backward") == {blocks: 1}, (cols, architecture, iterations)
+                assert not launches_of(counts, "add_partials"), (cols, architecture, iterations)
             else:
-                assert launches_of(counts, "add_partials") == {1: 1}, (cols, architecture, rounds)
+                assert launches_of(counts, "add_partials") == {1: 1}, (cols, architecture, iterations)
 
 
 def test_few_rows_with_some_gradients(library):
     x, dy, w, b = random_args(library, (BF16, F32), 40, 72)
-    with library.schedule(3, few_rounds=2):
+    with library.schedule(3, few_iterations=2):
         for mask in MASKS:
             check(run(library, x, dy, w, b, mask=mask), x, dy, w, b, context=(mask,))
 

@@ -24,7 +24,7 @@ namespace layernorm {
 
 using Stream = cudaStream_t;
 
-// Throws if a call of the CUDA runtime failed. describe() returns the words that name the call.
+// Throws if a call of the CUDA runtime failed. describe() returns the words for the call in the message.
 template <class F>
 void check_status(cudaError_t status, const F& describe) {
   if (status == cudaSuccess) return;
@@ -32,8 +32,8 @@ void check_status(cudaError_t status, const F& describe) {
   throw std::runtime_error(std::string("layernorm: ") + describe() + ": " + cudaGetErrorString(status));
 }
 
-// The cached value of `key`; make() computes it the first time. Each call of cached() in the source has a cache of its
-// own: each lambda has a type of its own, and so each call is another instance of this template, with other statics.
+// Returns the value of `key` from a cache; make() computes it the first time. Each place in the source that calls this
+// has a cache of its own: its lambda has a type of its own, and so it calls another instance with other statics.
 template <class Value, class Key, class F>
 Value cached(const Key& key, const F& make) {
   static std::mutex mutex;
@@ -65,15 +65,15 @@ struct LaunchConfig {
   Stream stream = nullptr;
   unsigned cluster = 1;            // blocks per cluster, along x; more than 1 needs compute capability 9.0
   bool overlaps_previous = false;  // may start before the stream's previous kernel ends, see wait_for_previous_grid()
-  int device = current_device();   // on which the kernel runs
+  int device = current_device();
 };
 
-// Bytes of static and dynamic shared memory that a block may have on the device.
+// The most bytes of static and dynamic shared memory together that a block may have on the device.
 inline size_t max_shared_memory(const LaunchConfig& config) {
   return static_cast<size_t>(device_attribute(config.device, cudaDevAttrMaxSharedMemoryPerBlockOptin));
 }
 
-// The kernel's demangled name and its launch configuration, for error messages.
+// Returns the kernel's demangled name and its launch configuration, for error messages.
 inline std::string describe(const void* kernel, const LaunchConfig& config) {
   const char* mangled = nullptr;
   if (cudaFuncGetName(&mangled, kernel) != cudaSuccess) mangled = "a kernel";
@@ -89,8 +89,8 @@ inline std::string describe(const void* kernel, const LaunchConfig& config) {
          std::to_string(config.shared_bytes) + " bytes of dynamic shared memory";
 }
 
-// Returns the compute capability that a kernel was compiled for: 80, 90, 100, ... The first call on a device opts in to
-// all of its shared memory, because the 48 KiB that need no opt-in include static shared memory.
+// Returns the compute capability that a kernel was compiled for: 80, 90, 100, ... The first call on a device also lets
+// the kernel use all of the device's shared memory, without which it could use 48 KiB, static memory included.
 inline int architecture_of(const void* kernel, const LaunchConfig& config) {
   return cached<int>(std::pair(kernel, config.device), [&] {
     const auto what = [&] { return describe(kernel, config); };
@@ -102,7 +102,7 @@ inline int architecture_of(const void* kernel, const LaunchConfig& config) {
   });
 }
 
-// The launch configuration for cudaLaunchKernelExC(). It points to its own attributes, so it cannot be copied.
+// A LaunchConfig as cudaLaunchKernelExC() takes it. It points to its own attributes, so it cannot be copied.
 struct DriverConfig {
   cudaLaunchConfig_t config{};
   cudaLaunchAttribute attributes[2];
@@ -196,12 +196,12 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// Control over registers. A kernel keeps its rows or its column sums in registers. Addresses, column numbers and
-// widened elements then spill if the compiler also keeps them live from one phase of a row to the next. Both functions
-// return their argument, by an empty instruction whose result the compiler does not know:
+// Control over registers. A kernel keeps its rows or its column sums in registers. Others spill if the compiler also
+// keeps addresses, column numbers and elements that are converted to float from one phase of a row (its sums) to the
+// next (its results). Both functions return their argument, through an empty instruction that hides its value:
 //
-//   recompute_from(v)    what is derived from the result is computed again, not reused from an earlier phase
-//   keep_in_register(v)  the result stays in a register; the compiler would compute v again for each use
+//   recompute_from(v)    the compiler computes what depends on the result again, and reuses nothing of an earlier phase
+//   keep_in_register(v)  the compiler keeps the result, and does not compute v again for each use
 //
 // Arrays stay in registers if their loops are unrolled. The compiler unrolls loops over the elements of a vector by
 // itself, and `#pragma unroll` those around them.
@@ -228,7 +228,7 @@ __device__ __forceinline__ Value recompute_from(Value v) {
 // The compiler does not move loads and stores across this. It is no instruction.
 __device__ __forceinline__ void compiler_fence() { asm volatile("" ::: "memory"); }
 
-// x / y with an error of a few units in the last place.
+// Returns x / y with an error of a few units in the last place.
 __device__ __forceinline__ float fast_divide(float x, float y) {
   return __fdividef(x / 4, y / 4);  // __fdividef returns 0 for a divisor beyond 2^126
 }
@@ -241,9 +241,9 @@ __device__ __forceinline__ void prefetch_to_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// Loads a vector of 8, 16 or 32 bytes from global memory if `condition` is true, and else leaves it as it is. The load
-// is predicated, since a branch around it would copy the vector. With kConstant, no thread of the kernel writes the
-// memory, and the L1 cache keeps it; other loads do not allocate lines there.
+// Loads a vector of 8, 16 or 32 bytes from global memory if `condition` is true, and else leaves `v` as it is. The load
+// is predicated, since a branch around it would copy the vector. kConstant is for memory that no thread of the kernel
+// writes and several rows read: the L1 cache keeps it. Other loads allocate no lines there.
 template <bool kConstant, class Vector>
 __device__ __forceinline__ void load_vector_if(bool condition, Vector& v, const void* from) {
   auto* const to = reinterpret_cast<uint32_t*>(&v);
@@ -269,10 +269,10 @@ __device__ __forceinline__ void load_vector_if(bool condition, Vector& v, const 
   }
 }
 
-// cp.async: starts to copy the first `bytes` of kBytes = 4, 8 or 16 from global to shared memory; the others become
-// zeros. async_commit() makes the thread's copies since the last one a group. `unused` is for the emulator: the first
-// so many bytes may precede the array, in the aligned 16 bytes of its first element, and the kernel does not read their
-// copy.
+// cp.async: starts to copy kBytes = 4, 8 or 16 bytes from global to shared memory, of which those after the first
+// `bytes` become zeros. async_commit() makes the thread's copies since the last commit a group. `unused` is only for
+// the emulator, which checks bounds: so many of the first bytes precede the array, because a copy of 16 bytes must
+// start at a multiple of 16, and no thread reads them.
 template <int kBytes>
 __device__ __forceinline__ void async_copy(void* shared, const void* global, int bytes = kBytes, int /*unused*/ = 0) {
   if constexpr (kBytes == 16) {
@@ -305,8 +305,8 @@ __device__ __forceinline__ void cluster_arrive() {
 }
 __device__ __forceinline__ void cluster_wait() { LAYERNORM_SM90_ASM("barrier.cluster.wait.aligned;" :: : "memory"); }
 
-// mbarrier: the barrier of a block for data that the blocks of its cluster store in its shared memory. Its phases are
-// numbered from 0. A phase ends when its bytes have been announced and have arrived.
+// mbarrier: a barrier in the shared memory of a block, which waits for data that the blocks of its cluster store there.
+// Its phases are numbered from 0. A phase ends when its bytes have been announced and as many have arrived.
 class TransactionBarrier {
  public:
   // One thread calls this before its cluster_arrive().
@@ -319,8 +319,8 @@ class TransactionBarrier {
     const unsigned barrier = shared_address(this);
     LAYERNORM_SM90_ASM("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
   }
-  // Waits for the end of a phase, which is the current one or the last. The wait acquires at the scope of the block, by
-  // default: the data are in the block's shared memory, and the scope of the cluster would invalidate the L1 cache.
+  // Waits for the end of a phase, which is the current one or the one before. Orders memory at the scope of the block,
+  // the default: the data are in the block's shared memory, and the scope of the cluster would invalidate the L1 cache.
   __device__ __forceinline__ void wait(unsigned phase) {
     const unsigned barrier = shared_address(this);
     [[maybe_unused]] const unsigned parity = phase % 2;
@@ -331,7 +331,8 @@ class TransactionBarrier {
           "r"(parity) : "memory");
     }
   }
-  // st.async: stores a value to a shared variable of another block, or of this one. It arrives at the block's barrier.
+  // st.async: stores a value to the variable `shared` of the block with this rank in the cluster, which may be this
+  // one. Its bytes then arrive at the barrier of that block.
   template <class T>
   __device__ __forceinline__ void store(T& shared, const T& value, unsigned rank) {
     const auto* words = reinterpret_cast<const unsigned*>(&value);

@@ -9,11 +9,11 @@ namespace layernorm::cuda {
 inline int64_t kMaxGridY = 5;  // small, so that a block takes several segments
 inline int64_t kMaxRegisterVectors = 2048, kMaxWarpVectors = 128, kMaxBlockVectors = 2048;
 inline int64_t kMaxStagedBytes = 96 * 1024;
-inline int64_t kFewRounds = 0;  // few rows then reach the kernel that adds partial sums
+inline int64_t kFewIterations = 0;  // few rows then reach the kernel that adds partial sums
 
-// Lowers the limits on a row or on staged pixels to `path`, and that on rounds in one launch to `few_rounds`.
-inline void lower_launch_limits(int64_t path, int64_t few_rounds) {
-  kFewRounds = few_rounds;
+// Lowers the limits on a row or on staged pixels to `path`, and that on iterations in one launch to `few_iterations`.
+inline void lower_launch_limits(int64_t path, int64_t few_iterations) {
+  kFewIterations = few_iterations;
   kMaxRegisterVectors = std::min<int64_t>(path, 2048);
   kMaxWarpVectors = std::min<int64_t>(path, 128);
   kMaxBlockVectors = std::clamp<int64_t>(path, 32, 2048);  // 32: a vector for each lane

@@ -1,4 +1,5 @@
-// Flags, addresses of rows, and segments of rows for the sums of weight gradients, for host code and kernels.
+// What the host code computes for all kernels beside Params: the flags of a call, the numbers with which kernels find
+// rows, and the segments of rows over which weight gradients are summed.
 #pragma once
 
 #include <algorithm>
@@ -6,7 +7,7 @@
 #include <limits>
 
 #include "../kernel_params.h"
-#include "device.h"
+#include "launch_and_ptx.h"
 #include "launch_limits.h"
 
 namespace layernorm::cuda {
@@ -18,8 +19,8 @@ __host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 constexpr int64_t bytes_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 
-// Forward of rows that are kept in registers, and of rows that are staged in shared memory (forward_registers.cu,
-// forward_staged.cu). The first returns false, and does nothing, if its addresses cannot reach all rows.
+// The two implementations of forward for rows: in registers (forward_registers.cu), which returns false and launches
+// nothing if the strides are too large for ByteStride, and staged in shared memory (forward_staged.cu).
 bool forward_registers(const ForwardParams& params);
 void forward_staged(const ForwardParams& params);
 
@@ -27,35 +28,36 @@ void forward_staged(const ForwardParams& params);
 void channels_first_forward(const ForwardParams& params);
 void channels_first_backward(const BackwardParams& params);
 
-// Calls backward() and then computes the gradients of the product input_scale * input (input_scale.cu).
+// Backward of s = residual + input_scale * input: calls backward() for the gradient of s, and then computes those of
+// input_scale and input (input_scale.cu).
 void backward_with_input_scale(const BackwardParams& params);
 
 // ---- flags ----------------------------------------------------------------------------------------------------------
 
 // The options of a call, packed for the kernels: testing a bit takes one instruction, testing a pointer three.
 enum Flag : unsigned {
-  kHasSamples = 1 << 0,  // more than one
+  kSeveralSamples = 1 << 0,
   kRms = 1 << 1,
-  kWeight = 1 << 2,
+  kWeight = 1 << 2,  // the call has a weight
   kBias = 1 << 3,
-  kZeroCentered = 1 << 4,
+  kZeroCentered = 1 << 4,      // the weight is `weight` + 1
   kFloatWeights = 1 << 5,      // weight, bias and input_scale are float beside 16-bit input
-  kClusterSharesRow = 1 << 6,  // else a block has whole rows, or a row takes two launches:
-  kFirstLaunch = 1 << 7,       // stores the blocks' partial results of rows in the workspace
-  kSecondLaunch = 1 << 8,      // loads them from there
+  kClusterSharesRow = 1 << 6,  // the blocks of a cluster share a row
+  kFirstLaunch = 1 << 7,       // blocks share rows without a cluster: this launch stores their partial results
+  kSecondLaunch = 1 << 8,      // and this one loads these and stores the results (BlockExchange)
   kResidual = 1 << 9,          // forward only
-  kGradInput = 1 << 10,        // this and the following flags: backward only
+  kGradInput = 1 << 10,        // backward only, like the next six: it computes this gradient
   kGradWeight = 1 << 11,
   kGradBias = 1 << 12,
-  kGradSum = 1 << 13,
+  kGradSum = 1 << 13,  // grad_sum is added to grad_input
   kMemoryEfficient = 1 << 14,
   kWeightPerSample = 1 << 15,  // each sample has a dweight of its own
   kBiasPerSample = 1 << 16,
   kInputScale = 1 << 17,  // forward only
   kGatedNorm = 1 << 18,
   kGateFirst = 1 << 19,
-  kSigmoid = 1 << 20,          // the activation of a gated norm, or else silu
-  kAlignedChannels = 1 << 21,  // of images: staged channels of whole vectors that start at multiples of 16 bytes
+  kSigmoid = 1 << 20,          // the activation of a gated norm is the sigmoid instead of SiLU
+  kAlignedChannels = 1 << 21,  // images only: their channels are staged, and start at multiples of 16 bytes
   kGradScaledInput = 1 << 22,  // this and the following flags: input_scale.cu only
   kGradInputScale = 1 << 23,
   kInputScalePerSample = 1 << 24,
@@ -64,7 +66,7 @@ enum Flag : unsigned {
 constexpr unsigned kTwoLaunches = kFirstLaunch | kSecondLaunch;
 constexpr unsigned kBlocksShareRow = kClusterSharesRow | kTwoLaunches;
 
-// The flags that code for this architecture does not support.
+// The flags that code for this architecture does not support: clusters need compute capability 9.0.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr unsigned kUnsupportedByCode = kClusterSharesRow;
 #else
@@ -78,16 +80,16 @@ struct Flags {
   void set(Flag flag, bool value) { bits = value ? bits | flag : bits & ~flag; }
 };
 
-// Whether each sample has a gradient of its own. Also true for the view of a gradient that is not computed (data is
-// null), so that the segments, and so the bits of the other gradient, do not depend on that.
+// Whether each sample has a gradient of its own, by the view of that gradient. A gradient that is not computed (null)
+// has a sample_stride, too, so that the bits of the other gradients do not depend on which ones are computed.
 inline bool is_per_sample(const Params& p, const View& gradient) {
   return gradient.sample_stride != 0 && p.samples > 1;
 }
 
-// The flags of both passes.
+// The flags that forward and backward share.
 inline Flags common_flags(const Params& p) {
   Flags flags;
-  flags.set(kHasSamples, p.samples > 1);
+  flags.set(kSeveralSamples, p.samples > 1);
   flags.set(kRms, p.rms);
   flags.set(kWeight, p.weight.data);
   flags.set(kBias, p.bias.data);
@@ -120,26 +122,27 @@ inline Flags make_flags(const BackwardParams& p) {
 
 // ---- addresses of rows ----------------------------------------------------------------------------------------------
 
-// Divides integers >= 0 by a multiplication with a reciprocal from the host. A division would be a function call.
-class FastDivisor {
+// Divides integers >= 0 by a divisor that the host knows: multiplies by its reciprocal, 2^64 / divisor rounded down. A
+// division on the GPU would be a function call.
+class IntegerDivisor {
  public:
   struct Result {
     int64_t quotient, remainder;
   };
 
-  FastDivisor() = default;
-  explicit FastDivisor(int64_t divisor)
+  IntegerDivisor() = default;
+  explicit IntegerDivisor(int64_t divisor)
       : divisor_(divisor), reciprocal_(std::numeric_limits<uint64_t>::max() / static_cast<uint64_t>(divisor)) {}
 
   __host__ __device__ __forceinline__ int64_t divisor() const { return divisor_; }
 
-  // The product is the quotient or, because the reciprocal is rounded down, one less.
+  // The upper half of the product is the quotient or, because the reciprocal is rounded down, one less.
   __device__ __forceinline__ Result divide(int64_t n) const {
     const auto product = static_cast<int64_t>(__umul64hi(static_cast<uint64_t>(n), reciprocal_));
     const int64_t remainder = n - product * divisor_;
     return remainder >= divisor_ ? Result{product + 1, remainder - divisor_} : Result{product, remainder};
   }
-  // The quotient, if both numbers fit into an int. Takes fewer instructions.
+  // The quotient, if n and the divisor fit into an int. Takes fewer instructions.
   __device__ __forceinline__ unsigned divide_short(unsigned n) const {
     const unsigned divisor = static_cast<unsigned>(divisor_);
     const auto product = static_cast<unsigned>(n * (reciprocal_ >> 32) >> 32);
@@ -152,24 +155,25 @@ class FastDivisor {
 };
 
 struct RowIndex {
-  int64_t sample, row;  // `row` counts the rows of the sample
+  int64_t sample, row;  // `row` is the index among the rows of the sample
 };
 
-// Splits the number of a row among all samples * rows into its sample and its row in the sample.
-__device__ __forceinline__ RowIndex find_sample(int64_t row, bool has_samples, const FastDivisor& rows_per_sample) {
-  if (!has_samples) return {0, row};
+// Converts the number of a row among all samples * rows to a RowIndex.
+__device__ __forceinline__ RowIndex split_row_number(int64_t row, bool several_samples,
+                                                     const IntegerDivisor& rows_per_sample) {
+  if (!several_samples) return {0, row};
   const auto [sample, row_in_sample] = rows_per_sample.divide(row);
   return {sample, row_in_sample};
 }
 
-// The address of a row's first element.
+// The address of the first element of a row in an array of E.
 template <class E>
 __device__ __forceinline__ E* address(const View& view, const RowIndex& index) {
   return static_cast<E*>(view.data) + index.sample * view.sample_stride + index.row * view.row_stride;
 }
 
-// The row stride of an array in bytes as 32 bits, so that one instruction computes the address of row number `row`, if
-// there is one sample. Strides that do not fit, and staged rows of several samples, use address().
+// The row stride of an array in bytes, in 32 bits: with it, one instruction computes the address of a row if there is
+// one sample. Otherwise, and if a stride needs more bits, the staged kernels call address().
 class ByteStride {
  public:
   // Returns whether the stride fits.
@@ -186,16 +190,19 @@ class ByteStride {
  private:
   unsigned bytes_;
 };
-// Kernels number up to so many rows in int, with room for the absent rows that the last blocks number, too.
+
+// The most rows that kernels number in an int. It is half of what fits, because the last block continues the numbers
+// beyond the last row.
 constexpr int64_t kMaxRowNumber = std::numeric_limits<int>::max() / 2;
 
-// Calls f(address_in), where address_in(view, E(), byte_stride) returns the address of row `number` in an array of E:
-// by its ByteStride if possible, else by address(). The choice is made once, around all arrays.
+// Calls f(address_in) for the row with this number among all samples * rows. address_in(view, E(), byte_stride) returns
+// the row's address in an array of E: by the ByteStride, or by address() if kIsGeneral or there are several samples.
+// This condition is outside f, so that it is tested once and not for each array.
 template <bool kIsGeneral, class Index, class F>
-__device__ __forceinline__ void with_row_addresses(Index number, bool has_samples, const FastDivisor& rows_per_sample,
-                                                   const F& f) {
-  if (kIsGeneral || has_samples) {
-    const RowIndex index = find_sample(number, has_samples, rows_per_sample);
+__device__ __forceinline__ void with_row_addresses(Index number, bool several_samples,
+                                                   const IntegerDivisor& rows_per_sample, const F& f) {
+  if (kIsGeneral || several_samples) {
+    const RowIndex index = split_row_number(number, several_samples, rows_per_sample);
     f([&](const View& view, auto element, const ByteStride&) { return address<decltype(element)>(view, index); });
   } else {
     f([&](const View& view, auto element, const ByteStride& stride) {
@@ -206,45 +213,46 @@ __device__ __forceinline__ void with_row_addresses(Index number, bool has_sample
 
 // ---- weight gradients -----------------------------------------------------------------------------------------------
 
-// Rounds over which a thread of backward sums its columns in registers. Longer sums in float would round too much. In a
-// round, a block takes rows_per_round rows: one, or one for each group of its threads.
-constexpr int kRoundsPerSum = 256;
+// The iterations after which a thread of backward adds the sums of its columns, which are in registers, to those in the
+// workspace and starts again from 0: longer sums in float would round too much.
+constexpr int kIterationsPerSum = 256;
 
-// The partial sums [num, pitch] of a gradient in the workspace: a row for each of `num` segments.
+// The partial sums [samples, segments, pitch] of one gradient [samples, cols], for add_partials.
 struct PartialSums {
+  int64_t first_row;          // of the workspace, in rows of `pitch` elements
+  int64_t samples, segments;  // 0 samples without partial sums; 1 if all samples share the gradient
   View gradient;
-  bool is_per_sample;
-  int64_t num;
 };
 
 // The segments over which dweight and dbias are summed. A gradient is a sum over the rows of its sample or, if all
-// samples share it, over all rows: successive rows are a segment. A block sums a segment, some rows in each round, and
-// stores its partial sums in the workspace; add_partials adds the segments. Example: 1000 rows that share a gradient, 8
-// rows per round, 25 resident blocks: 25 segments of 5 rounds, 40 rows each.
+// samples share it, over all rows. These rows are divided into segments of successive rows. A block sums a segment,
+// rows_per_iteration rows in each iteration of its loop, and stores the partial sums in the workspace; add_partials
+// adds those of all segments. Example: 1000 rows that share a gradient, 8 rows per iteration, 25 resident blocks: 25
+// segments of 5 iterations, 40 rows each.
 struct GradientPlan {
   Flags flags;
-  FastDivisor rows_per_sample, segments_per_gradient;
-  int64_t num_segments;  // of all gradients
+  IntegerDivisor rows_per_sample, segments_per_gradient;
+  int64_t num_segments;  // of all gradients together
   int64_t rows_per_gradient, rows_per_segment;
-  int rounds;                                      // per segment
-  int64_t num_weight_partials, num_bias_partials;  // rows of the workspace: num_segments, or 0
+  int iterations;                                  // per segment
+  int64_t num_weight_partials, num_bias_partials;  // rows of partial sums in the workspace: num_segments, or 0
   void* workspace;
 
-  // If all rows share a gradient, each resident block has a segment. Otherwise, each gradient has 64 segments, which
-  // keep the GPU busy with few samples; but a segment has at least `min_rounds` rounds, so that partial sums cause
-  // little traffic, and at most kRoundsPerSum.
-  void set_segments(const BackwardParams& p, int64_t rows_per_round, int64_t resident, int64_t min_rounds) {
+  // Chooses the number of segments. If all rows share a gradient, each of the `resident` blocks has a segment.
+  // Otherwise, each gradient has 64 segments, which keep the GPU busy with few samples; but a segment has at least
+  // min_iterations iterations, so that partial sums cause little traffic, and at most kIterationsPerSum.
+  void set_segments(const BackwardParams& p, int64_t rows_per_iteration, int64_t resident, int64_t min_iterations) {
     const bool per_sample = has_gradients_per_sample();
     const int64_t gradients = per_sample ? p.samples : 1;
     rows_per_gradient = p.samples * p.rows / gradients;
-    const int64_t rounds_per_gradient = ceil_div(rows_per_gradient, rows_per_round);
-    int64_t max_rounds = ceil_div(rounds_per_gradient, per_sample ? 64 : resident);
-    if (per_sample) max_rounds = std::clamp(max_rounds, min_rounds, int64_t{kRoundsPerSum});
-    const int64_t segments = ceil_div(rounds_per_gradient, max_rounds);
-    rows_per_sample = FastDivisor(p.rows);
-    rounds = static_cast<int>(ceil_div(rounds_per_gradient, segments));
-    segments_per_gradient = FastDivisor(segments);
-    rows_per_segment = rounds * rows_per_round;
+    const int64_t iterations_per_gradient = ceil_div(rows_per_gradient, rows_per_iteration);
+    int64_t max_iterations = ceil_div(iterations_per_gradient, per_sample ? 64 : resident);
+    if (per_sample) max_iterations = std::clamp(max_iterations, min_iterations, int64_t{kIterationsPerSum});
+    const int64_t segments = ceil_div(iterations_per_gradient, max_iterations);
+    rows_per_sample = IntegerDivisor(p.rows);
+    iterations = static_cast<int>(ceil_div(iterations_per_gradient, segments));
+    segments_per_gradient = IntegerDivisor(segments);
+    rows_per_segment = iterations * rows_per_iteration;
     num_segments = gradients * segments;
     num_weight_partials = num_partials(kGradWeight, kWeightPerSample);
     num_bias_partials = num_partials(kGradBias, kBiasPerSample);
@@ -252,29 +260,37 @@ struct GradientPlan {
   __host__ __device__ __forceinline__ bool has_gradients_per_sample() const {
     return flags.has(kWeightPerSample | kBiasPerSample | kInputScalePerSample);
   }
-  // Whether the sums of a segment are a whole gradient, which the block then stores instead of partial sums. The
-  // workspace is also where the sums of a longer segment are added.
+  // Whether a segment has all rows of a gradient, so that its block stores the gradient instead of partial sums. Longer
+  // segments than kIterationsPerSum need the workspace in any case.
   __host__ __device__ __forceinline__ bool stores_gradient_directly(Flag per_sample) const {
     return segments_per_gradient.divisor() == 1 && (flags.has(per_sample) || num_segments == 1) &&
-           rounds <= kRoundsPerSum;
+           iterations <= kIterationsPerSum;
   }
+  // The number of rows of partial sums of a gradient in the workspace. `gradient` and `per_sample` are its flags, such
+  // as kGradWeight and kWeightPerSample.
   int64_t num_partials(Flag gradient, Flag per_sample) const {
     return flags.has(gradient) && !stores_gradient_directly(per_sample) ? num_segments : 0;
   }
+  // Describes the partial sums of a gradient that has `num` rows of them in the workspace.
+  PartialSums partial_sums(const BackwardParams& p, const View& gradient, Flag per_sample, int64_t first_row,
+                           int64_t num) const {
+    const int64_t samples = std::min(flags.has(per_sample) ? p.samples : 1, num);
+    return {first_row, samples, num / std::max(samples, int64_t{1}), gradient};
+  }
   PartialSums weight_sums(const BackwardParams& p) const {
-    return {p.grad_weight, flags.has(kWeightPerSample), num_weight_partials};
+    return partial_sums(p, p.grad_weight, kWeightPerSample, 0, num_weight_partials);
   }
   PartialSums bias_sums(const BackwardParams& p) const {
-    return {p.grad_bias, flags.has(kBiasPerSample), num_bias_partials};
+    return partial_sums(p, p.grad_bias, kBiasPerSample, num_weight_partials, num_bias_partials);
   }
 };
 
-// The rows of segment `number` of GradientPlan::num_segments.
+// The rows of one of the GradientPlan::num_segments segments.
 template <class Index>
 struct Segment {
-  Index sample = 0;  // of its weights and gradients; 0 if all samples share them, whatever samples the rows have
+  Index sample = 0;  // whose weights the rows have; 0 if all samples share the weights
   Index first_row;   // among all samples * rows
-  int rows;          // may be 0
+  int rows;          // may be 0 in the last segment of a gradient
 
   __device__ __forceinline__ Segment(const GradientPlan& plan, Index number) {
     if (plan.has_gradients_per_sample()) {
@@ -289,9 +305,9 @@ struct Segment {
   }
 };
 
-// Launches the kernel that adds the partial sums of two gradients, which follow each other in the workspace as floats
-// or doubles (partials.cu). A gradient without any is not touched. `config` is that of the kernel that stored them.
+// Launches the kernel that adds the partial sums of two gradients, which are floats or doubles (partials.cu). Does not
+// touch a gradient without partial sums. `config` is that of the kernel that stored them.
 void launch_add_partials(const BackwardParams& p, const void* workspace, bool is_double, int64_t pitch,
-                         PartialSums first, PartialSums second, LaunchConfig config);
+                         const PartialSums& first, const PartialSums& second, LaunchConfig config);
 
 }  // namespace layernorm::cuda
