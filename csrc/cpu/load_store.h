@@ -53,8 +53,8 @@ using HalfBits = typename VectorOf<uint16_t, kVectorBytes / 2>::type;
 // The last bit of 1/2 in fp32 is 2^-24, the smallest fp16 number. So adding 1/2 rounds a number to a subnormal fp16
 // number, whose bits are then the last ones of the sum.
 inline Vec<float> one_half() { return 0.5f - Vec<float>{}; }
-// The exponent bias is 15 in fp16 and 127 in fp32. Infinity and NaN get the largest exponent. A subnormal fp16 number is
-// normal in fp32, so no operand here is subnormal: the processor may read such operands as zero
+// The exponent bias is 15 in fp16 and 127 in fp32. Infinity and NaN get the largest exponent. A subnormal fp16 number
+// is normal in fp32, so no operand here is subnormal: the processor may read such operands as zero
 // (torch.set_flush_denormal).
 inline Vec<float> load_half(const Half* p) {
   HalfBits v;
