@@ -21,8 +21,6 @@
 // and is subtracted from it.
 //
 // Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467.
-#include <utility>
-
 #include "../dtypes.h"
 #include "backward_loops.h"
 #include "gated.h"
@@ -40,26 +38,28 @@ void prefetch_row_for_write(T* row, int64_t cols) {
   }
 }
 
-// The partial sums of a segment, for some columns. The first sum goes to a buffer. Each sum that follows goes to the
-// second buffer and is then added to the first.
-template <class B>
+// The partial sums of a segment, for some columns. A sum has up to kSumRows rows (policy.h). The first sum goes to a
+// buffer. Each sum that follows goes to the second buffer and is then added to the first; a segment of one sum has no
+// second buffer.
+template <class Call>
 class SegmentSums {
  public:
-  using Acc = typename B::Acc;
+  using Acc = typename Call::Acc;
 
-  SegmentSums(const B& b, int64_t buffer, int64_t second_buffer, Columns columns)
-      : b_(b),
-        total_(b, buffer, columns),
-        second_(b, b.policy.second_buffers ? b.policy.buffers + second_buffer : buffer, columns) {}
+  SegmentSums(const Call& call, int64_t buffer, int64_t second_buffer, Columns columns)
+      : call_(call),
+        total_(call, buffer, columns),
+        second_(call, call.policy.second_buffers ? call.policy.buffers + second_buffer : buffer, columns) {}
 
+  // Adds rows to the current sum, and stores their dx.
   void add(const Rows& rows, const Coefficients<Acc>& c, bool any_rescaled) {
     ColumnSums<Acc>& sum = is_first_ ? total_ : second_;
-    compute_gradients_(b_, sum, rows, c, any_rescaled);
-    if (b_.has_input_scale_gradients) input_scale_loop(b_, sum, rows);
+    compute_gradients_(call_, sum, rows, c, any_rescaled);
+    if (call_.has_input_scale_gradients) input_scale_loop(call_, sum, rows);
     sum.are_unset = false;
   }
 
-  // Ends a sum, to which at least one row has been added. Rows that follow are added to another sum.
+  // Ends the current sum, to which at least one row has been added. Rows that follow are added to the next sum.
   void end_sum() {
     if (!is_first_) {
       add_second(total_.dweight, second_.dweight);
@@ -74,12 +74,12 @@ class SegmentSums {
   void store_gradients(int64_t sample) const {
     const auto store = [&](const Acc* sums, const View& gradient) {
       if (!gradient.data) return;
-      store_totals(PartialSums<typename B::X>{sums, b_.pitch, 1}, total_.columns,
-                   gradient.row<typename B::W>(sample, 0));
+      store_totals(PartialSums<typename Call::X>{sums, call_.pitch, 1}, total_.columns,
+                   gradient.row<typename Call::W>(sample, 0));
     };
-    store(total_.dweight, b_.p.grad_weight);
-    store(total_.dbias, b_.p.grad_bias);
-    store(total_.dinput_scale, b_.p.grad_input_scale);
+    store(total_.dweight, call_.p.grad_weight);
+    store(total_.dbias, call_.p.grad_bias);
+    store(total_.dinput_scale, call_.p.grad_input_scale);
   }
 
  private:
@@ -90,91 +90,93 @@ class SegmentSums {
     });
   }
 
-  const B& b_;
-  decltype(choose_gradients(std::declval<const B&>())) compute_gradients_ = choose_gradients(b_);
+  const Call& call_;
+  const ComputeGradients<Call> compute_gradients_ = choose_gradients(call_);
   ColumnSums<Acc> total_, second_;
   bool is_first_ = true;  // whether rows are added to the first sum of the segment
 };
 
-// Calls f(Rows) for the rows of a segment, at most a batch of rows of one sample at a time. f adds them to `sums`, and
-// may write dx.
-template <class B, class F>
-void for_batches_of_segment(const B& b, int64_t segment, SegmentSums<B>& sums, const F& f) {
-  const int64_t batch = b.policy.batch_rows, end = b.segments.end(segment);
-  for (int64_t row = b.segments.begin(segment); row < end;) {
-    const int64_t sum_end = b.policy.sum_end(row, end);
-    for_each_sample(b.p.rows, row, sum_end, [&](const Rows& rows) {
+// Calls f(Rows) for the rows of a segment, at most a batch of rows of one sample at a time. f adds them to `sums`,
+// whose sums end where BackwardPolicy::sum_end() says.
+template <class Call, class F>
+void for_batches_of_segment(const Call& call, int64_t segment, SegmentSums<Call>& sums, const F& f) {
+  const int64_t batch = call.policy.batch_rows, end = call.segments.end(segment);
+  for (int64_t row = call.segments.begin(segment); row < end;) {
+    const int64_t sum_end = call.policy.sum_end(row, end);
+    for_each_sample(call.p.rows, row, sum_end, [&](const Rows& rows) {
       for (int64_t k = 0; k < rows.count; k += batch) f(rows.part(k, min(batch, rows.count - k)));
     });
     sums.end_sum();
     row = sum_end;
   }
-  if (b.policy.streams) streaming_fence();
+  if (call.policy.streams) streaming_fence();
 }
 
 // Handles all rows of a segment. Returns its partial sums, which are in a buffer of the workspace.
-template <class B>
-SegmentSums<B> backward_segment(const B& b, int64_t segment, int64_t buffer, int64_t second_buffer) {
-  SegmentSums<B> sums(b, buffer, second_buffer, {0, b.p.cols});
-  for_batches_of_segment(b, segment, sums, [&](const Rows& rows) {
-    typename B::Acc values[kCoefficients * kMaxBackwardBatchRows];
-    const Coefficients<typename B::Acc> c = {values, kMaxBackwardBatchRows};
-    for (int64_t k = 0; b.policy.prefetches_dx && k < rows.count; ++k) {
-      prefetch_row_for_write(row_of<typename B::X>(b.p.grad_input, rows[k]), b.p.cols);
+template <class Call>
+SegmentSums<Call> backward_segment(const Call& call, int64_t segment, int64_t buffer, int64_t second_buffer) {
+  SegmentSums<Call> sums(call, buffer, second_buffer, {0, call.p.cols});
+  for_batches_of_segment(call, segment, sums, [&](const Rows& rows) {
+    typename Call::Acc values[kCoefficients * kMaxBackwardBatchRows];
+    const Coefficients<typename Call::Acc> c = {values, kMaxBackwardBatchRows};
+    for (int64_t k = 0; call.policy.prefetches_dx && k < rows.count; ++k) {
+      prefetch_row_for_write(row_of<typename Call::X>(call.p.grad_input, rows[k]), call.p.cols);
     }
-    sums.add(rows, c, compute_coefficients(b, rows, c));
+    sums.add(rows, c, compute_coefficients(call, rows, c));
   });
   return sums;
 }
 
 // Handles few long rows: computes the coefficients of all rows first, then the threads share the columns.
-template <class B>
-void backward_sharing_columns(const B& b) {
-  const BackwardParams& p = b.p;
+template <class Call>
+void backward_sharing_columns(const Call& call) {
+  const BackwardParams& p = call.p;
   const int64_t all_rows = p.samples * p.rows;
-  const auto coefficients_of = [&](const Rows& rows) { return b.coefficients.from(rows.sample * p.rows + rows.first); };
-  if (b.policy.shares_rows) {
+  const auto coefficients_of = [&](const Rows& rows) {
+    return call.coefficients.from(rows.sample * p.rows + rows.first);
+  };
+  if (call.policy.shares_rows) {
     for (int64_t r = 0; r < all_rows; ++r) {
-      compute_coefficients_together<AllThreads, 1, kWidePacks>(b, RowIndex{r / p.rows, r % p.rows},
-                                                               b.coefficients.from(r));
+      compute_coefficients_together<AllThreads, 1, kWidePacks>(call, RowIndex{r / p.rows, r % p.rows},
+                                                               call.coefficients.from(r));
     }
   } else {
     parallel_for(all_rows, grain(p.cols), [&](int64_t begin, int64_t end) {
       for_each_sample(p.rows, begin, end,
-                      [&](const Rows& rows) { compute_coefficients(b, rows, coefficients_of(rows)); });
+                      [&](const Rows& rows) { compute_coefficients(call, rows, coefficients_of(rows)); });
     });
   }
   const int64_t tiles = ceil_div(p.cols, kTileCols);
-  parallel_for(b.segments.count * tiles, grain(b.segments.rows * kTileCols), [&](int64_t task, int64_t end) {
+  parallel_for(call.segments.count * tiles, grain(call.segments.rows * kTileCols), [&](int64_t task, int64_t end) {
     for (; task < end; ++task) {
       const int64_t segment = task / tiles, begin = task % tiles * kTileCols;
-      SegmentSums<B> sums(b, segment, segment, {begin, min(kTileCols, p.cols - begin)});
-      for_batches_of_segment(b, segment, sums, [&](const Rows& rows) {
+      SegmentSums<Call> sums(call, segment, segment, {begin, min(kTileCols, p.cols - begin)});
+      for_batches_of_segment(call, segment, sums, [&](const Rows& rows) {
         const auto c = coefficients_of(rows);
         bool any_rescaled = false;
-        for (int64_t k = 0; k < rows.count; ++k) any_rescaled |= has_row_scale(b, c, k);
+        for (int64_t k = 0; k < rows.count; ++k) any_rescaled |= has_row_scale(call, c, k);
         sums.add(rows, c, any_rescaled);
       });
-      if (b.segments.are_gradients) sums.store_gradients(/*sample=*/segment);
+      if (call.segments.are_gradients) sums.store_gradients(/*sample=*/segment);
     }
   });
 }
 
 // Handles all rows. The threads share the columns, take segments that are samples and store their gradients at once, or
 // take segments whose partial sums are added at the end.
-template <class B>
-void backward_of_rows(const B& b) {
-  const BackwardParams& p = b.p;
-  const BackwardPolicy& policy = b.policy;
-  const Segments& segments = b.segments;
+template <class Call>
+void backward_of_rows(const Call& call) {
+  const BackwardParams& p = call.p;
+  const BackwardPolicy& policy = call.policy;
+  const Segments& segments = call.segments;
   if (policy.shares_columns) {
-    backward_sharing_columns(b);
+    backward_sharing_columns(call);
   } else if (segments.are_gradients) {
     parallel_for(policy.buffers, 1, [&](int64_t buffer, int64_t end) {
       for (; buffer < end; ++buffer) {
         for (int64_t segment = buffer * segments.count / policy.buffers;
              segment < (buffer + 1) * segments.count / policy.buffers; ++segment) {
-          backward_segment(b, segment, buffer, buffer).store_gradients(/*sample=*/segment);
+          backward_segment(call, segment, buffer, buffer).store_gradients(/*sample=*/segment);
         }
       }
     });
@@ -182,13 +184,13 @@ void backward_of_rows(const B& b) {
     parallel_for(segments.count, segment_grain(segments, p.cols), [&](int64_t first, int64_t end) {
       for (int64_t segment = first; segment < end; ++segment) {
         // Another core may have read these partial sums in the last call, so that stores would wait for its cache.
-        if (ParameterGradients(p).any()) prefetch_row_for_write(b.buffer(segment), b.pitch);
-        backward_segment(b, segment, segment, first);
+        if (ParameterGradients(p).any()) prefetch_row_for_write(call.buffer(segment), call.pitch);
+        backward_segment(call, segment, segment, first);
       }
     });
   }
   if (!segments.are_gradients) {
-    store_parameter_gradients<typename B::X, typename B::W>(p, b.partials, segments.count);
+    store_parameter_gradients<typename Call::X, typename Call::W>(p, call.partials, segments.count);
   }
 }
 
@@ -196,10 +198,13 @@ void backward_of_rows(const B& b) {
 // other. Some arrays of a batch are scratch rows; the others are read or written in place.
 template <class Acc>
 class GatedTask {
+  using PlainCall = BackwardCall<Acc, Acc, Acc>;
+
  public:
   GatedTask(const BackwardParams& p, const GatedLoops<Coefficients<Acc>>& loops, const GatedPolicy& gated_policy,
             const BackwardPolicy& policy, Acc* partials, Acc* scratch)
-      : p_(p), loops_(loops), norm_(p), b_(norm_, policy, partials) {
+      : p_(p), loops_(loops), norm_(p), call_(norm_, policy, partials) {
+    // A batch has scratch rows for what load_gated_batch() computes, or converts to Acc, the type of the parameters.
     const bool converts = p.dtype != p.param_dtype;
     const auto rows = [&](int64_t array) {
       return View{scratch + array * gated_policy.array_elements, 0, gated_policy.pitch, 1};
@@ -215,23 +220,21 @@ class GatedTask {
   }
 
   // Handles all rows of a segment, as backward_segment() does.
-  SegmentSums<Backward<Acc, Acc, Acc>> backward_segment(int64_t segment, int64_t buffer, int64_t second_buffer) {
-    SegmentSums<B> sums(b_, buffer, second_buffer, {0, p_.cols});
-    for_batches_of_segment(b_, segment, sums, [&](const Rows& rows) {
+  SegmentSums<PlainCall> backward_segment(int64_t segment, int64_t buffer, int64_t second_buffer) {
+    SegmentSums<PlainCall> sums(call_, buffer, second_buffer, {0, p_.cols});
+    for_batches_of_segment(call_, segment, sums, [&](const Rows& rows) {
       Acc values[kCoefficients * kMaxBackwardBatchRows];
       const Coefficients<Acc> c = {values, kMaxBackwardBatchRows};
       const GatedBatch batch = set_rows(rows);
       const Rows norm_rows = {0, 0, rows.count};
       loops_.load(p_, rows, batch);
-      sums.add(norm_rows, c, compute_coefficients(b_, norm_rows, c));
+      sums.add(norm_rows, c, compute_coefficients(call_, norm_rows, c));
       if (p_.grad_input.data || p_.grad_gate.data) loops_.store(p_, rows, batch, c);
     });
     return sums;
   }
 
  private:
-  using B = Backward<Acc, Acc, Acc>;
-
   // Makes `rows` the first rows of sample 0 of the plain norm.
   GatedBatch set_rows(const Rows& rows) {
     const RowIndex parameter = {rows.sample, 0};
@@ -252,14 +255,14 @@ class GatedTask {
   const BackwardParams& p_;
   const GatedLoops<Coefficients<Acc>>& loops_;
   BackwardParams norm_;
-  const B b_;
+  const PlainCall call_;
   GatedBatch scratch_;
 };
 
 template <class Acc>
 void gated_backward(const BackwardParams& p, const GatedLoops<Coefficients<Acc>>& loops) {
-  // The plain norm gets batches of rows in the caches, where prefetches and streaming stores gain nothing. Its policy
-  // is that of one row, which is in the caches as well.
+  // The plain norm handles batches that are in the caches, where prefetches and streaming stores gain nothing. So its
+  // policy is that of an array of one row, which is in the caches, too.
   BackwardPolicy norm_policy(p, ArraySize(p, sizeof(Acc), /*rows=*/1));
   norm_policy.rows_ahead = 0;
   norm_policy.streams = false;
@@ -300,7 +303,7 @@ void backward(const BackwardParams& p) {
     alignas(kVectorBytes) Acc stack[2 * 3 * kMaxStackCols];  // two buffers
     void* const workspace =
         policy.uses_stack ? stack : p.allocator->allocate(elements * static_cast<int64_t>(sizeof(Acc)));
-    backward_of_rows(Backward<T, X, W>(p, policy, static_cast<Acc*>(workspace)));
+    backward_of_rows(BackwardCall<T, X, W>(p, policy, static_cast<Acc*>(workspace)));
   });
 }
 

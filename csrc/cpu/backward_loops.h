@@ -13,9 +13,9 @@ namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
 
 // The coefficients of rows, which the sums loop computes for the gradients loop. Each is an array of one value per row:
-//   d    = x * row_scale - mean, or xhat itself if it is computed from the output
-//   xhat = d * rescaled_rstd + minus_mean_xhat
-//   dx   = rescaled_rstd * row_scale * ((g + minus_mean_g) + xhat * minus_mean_g_xhat)
+//   d    = x * row_scale - scaled_mean, or xhat itself if it is computed from the output
+//   xhat = d * scaled_rstd + minus_mean_xhat
+//   dx   = scaled_rstd * row_scale * ((g + minus_mean_g) + xhat * minus_mean_g_xhat)
 // g + minus_mean_g is exactly 0 if g is constant in the row, as for the gradient of a sum of outputs, or for one
 // column.
 template <class Acc>
@@ -24,10 +24,10 @@ struct Coefficients {
   int64_t stride;
 
   Coefficients from(int64_t row) const { return {values + row, stride}; }
-  Acc* row_scale() const { return values; }                       // 1, or that of a rescaled row (Backward::row_scale)
-  Acc* mean() const { return values + stride; }                   // mean * row_scale
-  Acc* rescaled_rstd() const { return values + 2 * stride; }      // rstd / row_scale
-  Acc* minus_mean_xhat() const { return values + 3 * stride; }    // minus the average of d * rescaled_rstd
+  Acc* row_scale() const { return values; }                 // 1, or that of a rescaled row (BackwardCall::row_scale)
+  Acc* scaled_mean() const { return values + stride; }      // mean * row_scale
+  Acc* scaled_rstd() const { return values + 2 * stride; }  // rstd / row_scale
+  Acc* minus_mean_xhat() const { return values + 3 * stride; }    // minus the average of d * scaled_rstd
   Acc* minus_mean_g_xhat() const { return values + 4 * stride; }  // -mean(g * xhat)
   Acc* minus_mean_g() const { return values + 5 * stride; }       // -mean(g)
 };
@@ -36,7 +36,7 @@ static_assert(kMaxPackSize % kPackSize<float> == 0 && kTileCols % kMaxPackSize =
 
 // A backward call: its arguments, its policy, and the memory for partial sums and coefficients.
 template <class T_, class X_, class W_>
-struct Backward {
+struct BackwardCall {
   using T = T_;
   using X = X_;
   using W = W_;
@@ -44,7 +44,7 @@ struct Backward {
   static constexpr bool kTogether = kHandlesRowsTogether<T, X>;
   static constexpr bool kMayHaveNan = !std::is_same_v<T, W> || !std::is_same_v<T, X>;
 
-  Backward(const BackwardParams& p, const BackwardPolicy& policy, Acc* partials)
+  BackwardCall(const BackwardParams& p, const BackwardPolicy& policy, Acc* partials)
       : p(p), policy(policy), partials(partials) {}
 
   // Rescaled rows need instructions that the loops for other rows omit. In backward from the output, all rows are
@@ -52,7 +52,7 @@ struct Backward {
   // product with g, might overflow or underflow; its x is multiplied by a power of two near rstd. Rows whose rstd is
   // subnormal are rescaled even if the processor reads it as zero.
   bool needs_row_scale(Acc rstd) const { return p.memory_efficient || rstd < Acc(0x1p-20) || rstd > Acc(0x1p20); }
-  // The row_scale of a rescaled row. In backward from the output, d is xhat, so that rescaled_rstd is 1 and row_scale
+  // The row_scale of a rescaled row. In backward from the output, d is xhat, so that scaled_rstd is 1 and row_scale
   // rstd.
   Acc row_scale(Acc mean, Acc rstd) const {
     if (p.memory_efficient) return rstd;
@@ -76,16 +76,17 @@ struct Backward {
                                           p.samples * p.rows};  // of all rows
 };
 
-// d of Coefficients, for a pack of x. `weight` and `bias` are those of the row's sample.
-template <bool rescaled, class B, class Mean, class Lanes>
-Pack<typename B::Acc> deviation(const B& b, const typename B::X* x, typename B::Acc row_scale, const Mean& mean,
-                                const typename B::W* weight, const typename B::W* bias, int64_t j, Lanes lanes) {
-  using X = typename B::X;
-  if constexpr (!rescaled) return load<X>(x + j, lanes) - mean;
-  if (!b.p.memory_efficient) return load<X>(x + j, lanes) * row_scale - mean;
+// d of Coefficients, for the pack from column j of the row x on. `weight` and `bias` are those of the row's sample.
+template <bool rescaled, class Call, class Mean, class Lanes>
+Pack<typename Call::Acc> deviation(const Call& call, const typename Call::X* x, typename Call::Acc row_scale,
+                                   const Mean& scaled_mean, const typename Call::W* weight,
+                                   const typename Call::W* bias, int64_t j, Lanes lanes) {
+  using X = typename Call::X;
+  if constexpr (!rescaled) return load<X>(x + j, lanes) - scaled_mean;
+  if (!call.p.memory_efficient) return load<X>(x + j, lanes) * row_scale - scaled_mean;
   auto v = load<X>(x + j, lanes);
   if (bias) v = v - load<X>(bias + j, lanes);
-  return v / divisor(load_weight<X>(weight, b.weight_offset, j, lanes));
+  return v / divisor(load_weight<X>(weight, call.weight_offset, j, lanes));
 }
 
 // v * w + c in two operations, so that g + minus_mean_g is exactly 0 if g is constant: see Coefficients. The product of
@@ -99,35 +100,35 @@ Pack<Acc> multiply_add(const Pack<Acc>& v, const Pack<Acc>& w, const Pack<Acc>& 
 
 // Computes the sums of kCount rows, and stores their coefficients. Only dx needs the sums of g and of g * xhat
 // (with_g). The operands are local variables, which a store cannot alias.
-template <class Threads, int kCount, int kPacks, bool rescaled, bool with_g, class B>
-void sums_loop(const B& b, RowIndex first, const Coefficients<typename B::Acc>& c) {
-  using T = typename B::T;
-  using X = typename B::X;
-  using W = typename B::W;
-  using Acc = typename B::Acc;
+template <class Threads, int kCount, int kPacks, bool rescaled, bool with_g, class Call>
+void sums_loop(const Call& call, RowIndex first, const Coefficients<typename Call::Acc>& c) {
+  using T = typename Call::T;
+  using X = typename Call::X;
+  using W = typename Call::W;
+  using Acc = typename Call::Acc;
   enum { kD, kG, kGD, kKinds };
-  const Acc* const means = row_of<const Acc>(b.p.mean, first);  // RMSNorm has none
-  const Acc* const rstds = row_of<const Acc>(b.p.rstd, first);
-  const int64_t mean_stride = b.p.mean.row_stride, rstd_stride = b.p.rstd.row_stride;
-  const Acc row_scale = rescaled ? b.row_scale(means ? *means : Acc(0), *rstds) : Acc(1);
-  const X* const x = row_of<const X>(b.p.input, first);
-  const T* const dy = row_of<const T>(b.p.grad_output, first);
-  const W* const weight = parameter_of<const W>(b.p.weight, first);
-  const W* const bias = parameter_of<const W>(b.p.bias, first);
-  const Acc weight_offset = b.weight_offset;
-  const int64_t x_stride = b.p.input.row_stride, dy_stride = b.p.grad_output.row_stride;
-  Acc mean[kCount];
+  const Acc* const means = row_of<const Acc>(call.p.mean, first);  // RMSNorm has none
+  const Acc* const rstds = row_of<const Acc>(call.p.rstd, first);
+  const int64_t mean_stride = call.p.mean.row_stride, rstd_stride = call.p.rstd.row_stride;
+  const Acc row_scale = rescaled ? call.row_scale(means ? *means : Acc(0), *rstds) : Acc(1);
+  const X* const x = row_of<const X>(call.p.input, first);
+  const T* const dy = row_of<const T>(call.p.grad_output, first);
+  const W* const weight = parameter_of<const W>(call.p.weight, first);
+  const W* const bias = parameter_of<const W>(call.p.bias, first);
+  const Acc weight_offset = call.weight_offset;
+  const int64_t x_stride = call.p.input.row_stride, dy_stride = call.p.grad_output.row_stride;
+  Acc scaled_mean[kCount];
   PerRow<Acc, kCount> rstd;
   for (int k = 0; k < kCount; ++k) {
-    mean[k] = means ? means[k * mean_stride] * row_scale : Acc(0);
+    scaled_mean[k] = means ? means[k * mean_stride] * row_scale : Acc(0);
     if (rescaled) {
-      rstd[k] = b.p.memory_efficient ? Acc(1) : divide_rstd(rstds + k * rstd_stride, row_scale);
+      rstd[k] = call.p.memory_efficient ? Acc(1) : divide_rstd(rstds + k * rstd_stride, row_scale);
     } else {
       rstd[k] = rstds[k * rstd_stride];
     }
   }
-  const auto rescaled_rstd = to_doubles(rstd);
-  const auto sums = Threads::template sum<Sums<kCount, kKinds>>(b.chunks, [&](Columns columns) {
+  const auto scaled_rstd = to_doubles(rstd);
+  const auto sums = Threads::template sum<Sums<kCount, kKinds>>(call.chunks, [&](Columns columns) {
     Accumulators<Acc, kCount, with_g ? kKinds : 1, kPacks> s;
     for_each_pack<Acc, kPacks>(columns, [&](int pack, int64_t j, auto lanes) {
       Pack<Acc> w;
@@ -135,7 +136,7 @@ void sums_loop(const B& b, RowIndex first, const Coefficients<typename B::Acc>& 
 #pragma GCC unroll 4
       for (int k = 0; k < kCount; ++k) {
         const auto d = zero_outside<kEvenOdd<X>>(
-            deviation<rescaled>(b, x + k * x_stride, row_scale, mean[k], weight, bias, j, lanes), lanes);
+            deviation<rescaled>(call, x + k * x_stride, row_scale, scaled_mean[k], weight, bias, j, lanes), lanes);
         s.values[kD][k][pack] = s.values[kD][k][pack] + d;
         if constexpr (with_g) {
           const auto v = load<X>(dy + k * dy_stride + j, lanes);
@@ -147,61 +148,61 @@ void sums_loop(const B& b, RowIndex first, const Coefficients<typename B::Acc>& 
     return Sums<kCount, kKinds>(s.total());
   });
   PerRow<double, kCount> mean_xhat = {}, mean_g = {};
-  if (!b.p.rms) {
-    mean_xhat = b.chunks.template mean<Acc>(sums.values[kD]) * rescaled_rstd;
-    mean_g = b.chunks.template mean<Acc>(sums.values[kG]);
+  if (!call.p.rms) {
+    mean_xhat = call.chunks.template mean<Acc>(sums.values[kD]) * scaled_rstd;
+    mean_g = call.chunks.template mean<Acc>(sums.values[kG]);
   }
-  const auto mean_g_xhat = b.chunks.template mean<Acc>(sums.values[kGD]) * rescaled_rstd - mean_xhat * mean_g;
+  const auto mean_g_xhat = call.chunks.template mean<Acc>(sums.values[kGD]) * scaled_rstd - mean_xhat * mean_g;
   const auto store = [](Acc* to, const auto& values) {
     const auto rounded = __builtin_convertvector(values, PerRow<Acc, kCount>);
     std::memcpy(to, &rounded, sizeof(rounded));
   };
   for (int k = 0; k < kCount; ++k) {
     c.row_scale()[k] = row_scale;
-    c.mean()[k] = mean[k];
+    c.scaled_mean()[k] = scaled_mean[k];
   }
-  store(c.rescaled_rstd(), rescaled_rstd);
+  store(c.scaled_rstd(), scaled_rstd);
   store(c.minus_mean_xhat(), -mean_xhat);
   store(c.minus_mean_g_xhat(), -mean_g_xhat);
   store(c.minus_mean_g(), -mean_g);
 }
 
 // Computes the coefficients of kCount rows. Returns whether one of the rows is rescaled.
-template <class Threads, int kCount, int kPacks, class B>
-bool compute_coefficients_together(const B& b, RowIndex first, const Coefficients<typename B::Acc>& c) {
-  const auto* const rstds = row_of<const typename B::Acc>(b.p.rstd, first);
+template <class Threads, int kCount, int kPacks, class Call>
+bool compute_coefficients_together(const Call& call, RowIndex first, const Coefficients<typename Call::Acc>& c) {
+  const auto* const rstds = row_of<const typename Call::Acc>(call.p.rstd, first);
   bool any_rescaled = false;
-  for (int k = 0; k < kCount; ++k) any_rescaled |= b.needs_row_scale(rstds[k * b.p.rstd.row_stride]);
+  for (int k = 0; k < kCount; ++k) any_rescaled |= call.needs_row_scale(rstds[k * call.p.rstd.row_stride]);
   if constexpr (kCount > 1) {
     if (any_rescaled) {
       for (int k = 0; k < kCount; ++k) {
-        compute_coefficients_together<Threads, 1, kPacks>(b, first + k, c.from(k));
+        compute_coefficients_together<Threads, 1, kPacks>(call, first + k, c.from(k));
       }
       return true;
     }
   } else if (any_rescaled) {
-    sums_loop<Threads, 1, kPacks, true, true>(b, first, c);
+    sums_loop<Threads, 1, kPacks, /*rescaled=*/true, /*with_g=*/true>(call, first, c);
     return true;
   }
-  b.p.grad_input.data ? sums_loop<Threads, kCount, kPacks, false, true>(b, first, c)
-                      : sums_loop<Threads, kCount, kPacks, false, false>(b, first, c);
+  call.p.grad_input.data ? sums_loop<Threads, kCount, kPacks, /*rescaled=*/false, /*with_g=*/true>(call, first, c)
+                         : sums_loop<Threads, kCount, kPacks, /*rescaled=*/false, /*with_g=*/false>(call, first, c);
   return false;
 }
 
 // Computes the coefficients of rows. Returns whether one of the rows is rescaled.
-template <class B>
-bool compute_coefficients(const B& b, const Rows& rows, const Coefficients<typename B::Acc>& c) {
-  const bool narrow = b.policy.is_narrow;
+template <class Call>
+bool compute_coefficients(const Call& call, const Rows& rows, const Coefficients<typename Call::Acc>& c) {
+  const bool narrow = call.policy.is_narrow;
   bool rescaled = false;
   int64_t k = 0;
   const auto compute = [&](auto together, auto packs) {
     using Threads = std::conditional_t<packs == kNarrowPacks, NarrowRow, OneThread>;
     for (; k + together <= rows.count; k += together) {
-      rescaled |= compute_coefficients_together<Threads, together, packs>(b, rows[k], c.from(k));
+      rescaled |= compute_coefficients_together<Threads, together, packs>(call, rows[k], c.from(k));
     }
   };
-  if constexpr (B::kTogether) {
-    if (narrow && b.policy.rows_together == kFourRows) compute(Constant<kFourRows>{}, Constant<kNarrowPacks>{});
+  if constexpr (Call::kTogether) {
+    if (narrow && call.policy.rows_together == kFourRows) compute(Constant<kFourRows>{}, Constant<kNarrowPacks>{});
     narrow ? compute(Constant<kTwoRows>{}, Constant<kNarrowPacks>{})
            : compute(Constant<kTwoRows>{}, Constant<kWidePacks>{});
   }
@@ -213,11 +214,11 @@ bool compute_coefficients(const B& b, const Rows& rows, const Coefficients<typen
 // for dbias computes dweight, too.
 template <class Acc>
 struct ColumnSums {
-  template <class B>
-  ColumnSums(const B& b, int64_t buffer, Columns columns)
-      : dweight(b.p.grad_weight.data || b.p.grad_bias.data ? b.buffer(buffer) : nullptr),
-        dbias(b.p.grad_bias.data ? b.buffer(buffer) + b.padded_cols : nullptr),
-        dinput_scale(b.p.grad_input_scale.data ? b.buffer(buffer) + 2 * b.padded_cols : nullptr),
+  template <class Call>
+  ColumnSums(const Call& call, int64_t buffer, Columns columns)
+      : dweight(call.p.grad_weight.data || call.p.grad_bias.data ? call.buffer(buffer) : nullptr),
+        dbias(call.p.grad_bias.data ? call.buffer(buffer) + call.padded_cols : nullptr),
+        dinput_scale(call.p.grad_input_scale.data ? call.buffer(buffer) + 2 * call.padded_cols : nullptr),
         columns(columns) {}
 
   Acc *dweight, *dbias, *dinput_scale;
@@ -232,22 +233,26 @@ void prefetch_packs(const T* p) {
   for (int i = 0; i < kBytes; i += kCacheLineBytes) __builtin_prefetch(reinterpret_cast<const char*>(p) + i);
 }
 
-// The gradients that a gradients loop computes. They are template parameters, because tests in the loop would slow down
-// the loop.
-template <bool rescaled, bool with_dx, bool streaming, bool with_dweight, bool with_dbias>
-struct LoopGradients {
-  static constexpr bool kRescaled = rescaled, kDx = with_dx, kStreaming = streaming;
-  static constexpr bool kDweight = with_dweight, kDbias = with_dbias;
+// The variants of a gradients loop. They are template parameters, because tests in the loop would slow it down.
+template <bool with_dx, bool streaming, bool with_dweight, bool with_dbias>
+struct PlainGradients {
+  static constexpr bool kDx = with_dx, kDweight = with_dweight, kDbias = with_dbias;  // the gradients to compute
+  static constexpr bool kStreaming = streaming;                                       // streaming stores of dx
+  static constexpr bool kRescaled = false;                                            // multiplies by the row_scale
+};
+template <class Gradients>
+struct RescaledGradients : Gradients {
+  static constexpr bool kRescaled = true;
 };
 
 // The coefficients of a row as packs. GCC needs one more instruction to load and broadcast a scalar.
 template <class Acc>
 struct RowCoefficients {
-  Pack<Acc> mean, rescaled_rstd, minus_mean_xhat, minus_mean_g_xhat, minus_mean_g;
+  Pack<Acc> scaled_mean, scaled_rstd, minus_mean_xhat, minus_mean_g_xhat, minus_mean_g;
 
   [[gnu::always_inline]] void load(const Coefficients<Acc>& c, int64_t row) {
-    mean = broadcast(c.mean()[row]);
-    rescaled_rstd = broadcast(c.rescaled_rstd()[row]);
+    scaled_mean = broadcast(c.scaled_mean()[row]);
+    scaled_rstd = broadcast(c.scaled_rstd()[row]);
     minus_mean_xhat = broadcast(c.minus_mean_xhat()[row]);
     minus_mean_g_xhat = broadcast(c.minus_mean_g_xhat()[row]);
     minus_mean_g = broadcast(c.minus_mean_g()[row]);
@@ -262,42 +267,42 @@ struct PackOfColumns {
 
 // The operands of a gradients loop over rows, and its steps. It is a local variable of the loops, so that no store
 // aliases the operands. Without the attributes, GCC calls the steps in the loop, which slows down short rows.
-template <class LoopGradients, class B>
+template <class Gradients, class Call>
 struct GradientOperands {
-  using T = typename B::T;
-  using X = typename B::X;
-  using W = typename B::W;
-  using Acc = typename B::Acc;
+  using T = typename Call::T;
+  using X = typename Call::X;
+  using W = typename Call::W;
+  using Acc = typename Call::Acc;
 
-  [[gnu::always_inline]] GradientOperands(const B& b, const ColumnSums<Acc>& sums, RowIndex first, Acc row_scale)
-      : b(b),
-        x(row_of<const X>(b.p.input, first)),
-        dy(row_of<const T>(b.p.grad_output, first)),
-        dsum(row_of<const X>(b.p.grad_sum, first)),
-        dx(row_of<X>(b.p.grad_input, first)),
-        weight(parameter_of<const W>(b.p.weight, first)),
-        bias(parameter_of<const W>(b.p.bias, first)),
+  [[gnu::always_inline]] GradientOperands(const Call& call, const ColumnSums<Acc>& sums, RowIndex first, Acc row_scale)
+      : call(call),
+        x(row_of<const X>(call.p.input, first)),
+        dy(row_of<const T>(call.p.grad_output, first)),
+        dsum(row_of<const X>(call.p.grad_sum, first)),
+        dx(row_of<X>(call.p.grad_input, first)),
+        weight(parameter_of<const W>(call.p.weight, first)),
+        bias(parameter_of<const W>(call.p.bias, first)),
         dweight(sums.dweight),
         dbias(sums.dbias),
-        x_stride(b.p.input.row_stride),
-        dy_stride(b.p.grad_output.row_stride),
-        dsum_stride(b.p.grad_sum.row_stride),
-        dx_stride(b.p.grad_input.row_stride),
+        x_stride(call.p.input.row_stride),
+        dy_stride(call.p.grad_output.row_stride),
+        dsum_stride(call.p.grad_sum.row_stride),
+        dx_stride(call.p.grad_input.row_stride),
         row_scale(row_scale),
-        weight_offset(b.weight_offset),
+        weight_offset(call.weight_offset),
         sums_are_unset(sums.are_unset) {}
 
   template <class Lanes>
   [[gnu::always_inline]] PackOfColumns<Acc> load_columns(int64_t j, Lanes lanes) const {
     PackOfColumns<Acc> columns = {};
-    if (LoopGradients::kDx) columns.weight = load_weight<X>(weight, weight_offset, j, lanes);
-    if (LoopGradients::kDweight && !sums_are_unset) columns.dweight = read(dweight + j, AllLanes{});
-    if (LoopGradients::kDbias && !sums_are_unset) columns.dbias = read(dbias + j, AllLanes{});
+    if (Gradients::kDx) columns.weight = load_weight<X>(weight, weight_offset, j, lanes);
+    if (Gradients::kDweight && !sums_are_unset) columns.dweight = read(dweight + j, AllLanes{});
+    if (Gradients::kDbias && !sums_are_unset) columns.dbias = read(dbias + j, AllLanes{});
     return columns;
   }
   [[gnu::always_inline]] void store_sums(int64_t j, const PackOfColumns<Acc>& columns) const {
-    if (LoopGradients::kDweight) write(dweight + j, columns.dweight, AllLanes{});
-    if (LoopGradients::kDbias) write(dbias + j, columns.dbias, AllLanes{});
+    if (Gradients::kDweight) write(dweight + j, columns.dweight, AllLanes{});
+    if (Gradients::kDbias) write(dbias + j, columns.dbias, AllLanes{});
   }
 
   // Adds a row, counted from the first one, to the partial sums of a pack of columns, and returns dx.
@@ -307,16 +312,16 @@ struct GradientOperands {
     Pack<Acc> result = {};
     auto v = load<X>(dy + row * dy_stride + j, lanes);
     if constexpr (!kEvenOdd<X>) v = in_register(v);  // bfloat16 was loaded once, as words
-    if constexpr (LoopGradients::kDbias) columns.dbias = columns.dbias + v;
-    if constexpr (LoopGradients::kDx || LoopGradients::kDweight) {
+    if constexpr (Gradients::kDbias) columns.dbias = columns.dbias + v;
+    if constexpr (Gradients::kDx || Gradients::kDweight) {
       const auto d =
-          deviation<LoopGradients::kRescaled>(b, x + row * x_stride, row_scale, c.mean, weight, bias, j, lanes);
-      const auto xhat = fma(d, c.rescaled_rstd, c.minus_mean_xhat);
-      if constexpr (LoopGradients::kDweight) columns.dweight = fma(v, xhat, columns.dweight);
-      if constexpr (LoopGradients::kDx) {
+          deviation<Gradients::kRescaled>(call, x + row * x_stride, row_scale, c.scaled_mean, weight, bias, j, lanes);
+      const auto xhat = fma(d, c.scaled_rstd, c.minus_mean_xhat);
+      if constexpr (Gradients::kDweight) columns.dweight = fma(v, xhat, columns.dweight);
+      if constexpr (Gradients::kDx) {
         const auto g = multiply_add<T, W>(v, columns.weight, c.minus_mean_g);
-        result = fma(xhat, c.minus_mean_g_xhat, g) * c.rescaled_rstd;
-        if constexpr (LoopGradients::kRescaled) result = result * row_scale;
+        result = fma(xhat, c.minus_mean_g_xhat, g) * c.scaled_rstd;
+        if constexpr (Gradients::kRescaled) result = result * row_scale;
         if (dsum) result = result + load<X>(dsum + row * dsum_stride + j, lanes);
       }
     }
@@ -324,12 +329,12 @@ struct GradientOperands {
   }
   template <class Lanes>
   [[gnu::always_inline]] void store_dx(int64_t row, int64_t j, Lanes lanes, const Pack<Acc>& result) const {
-    if constexpr (LoopGradients::kDx) {
-      store<X, B::kMayHaveNan>(dx + row * dx_stride + j, result, store_lanes<LoopGradients::kStreaming>(lanes));
+    if constexpr (Gradients::kDx) {
+      store<X, Call::kMayHaveNan>(dx + row * dx_stride + j, result, store_lanes<Gradients::kStreaming>(lanes));
     }
   }
 
-  const B& b;
+  const Call& call;
   const X* const x;
   const T* const dy;
   const X* const dsum;
@@ -344,18 +349,18 @@ struct GradientOperands {
 };
 
 // The gradients loop over kCount rows: takes a pack of columns at a time, for all of these rows.
-template <int kCount, class LoopGradients, class B>
-void gradients_loop_by_rows(const B& b, const ColumnSums<typename B::Acc>& sums, RowIndex first,
-                            const Coefficients<typename B::Acc>& c) {
-  using Acc = typename B::Acc;
+template <int kCount, class Gradients, class Call>
+void gradients_loop_by_rows(const Call& call, const ColumnSums<typename Call::Acc>& sums, RowIndex first,
+                            const Coefficients<typename Call::Acc>& c) {
+  using Acc = typename Call::Acc;
   constexpr int kStep = kPackSize<Acc>;
-  const GradientOperands<LoopGradients, B> operands(b, sums, first, *c.row_scale());
+  const GradientOperands<Gradients, Call> operands(call, sums, first, *c.row_scale());
   RowCoefficients<Acc> coefficients[kCount];
   for (int k = 0; k < kCount; ++k) coefficients[k].load(c, k);
 
   // The next kCount rows are prefetched one after the other, because GCC has no registers for a pointer to each. At
   // column row_end, the pointers go on to another row.
-  const int64_t x_stride = operands.x_stride, dy_stride = operands.dy_stride, prefetched = b.policy.rows_ahead;
+  const int64_t x_stride = operands.x_stride, dy_stride = operands.dy_stride, prefetched = call.policy.rows_ahead;
   const int64_t n = sums.columns.count;
   const bool adjacent = x_stride == n && dy_stride == n;
   const bool prefetches = prefetched && (adjacent || n >= kCount * kStep);
@@ -392,14 +397,14 @@ void gradients_loop_by_rows(const B& b, const ColumnSums<typename B::Acc>& sums,
 
 // The gradients loop over any number of rows: takes kColumnPacks packs of columns at a time, for all rows, so that the
 // partial sums stay in registers.
-template <class LoopGradients, class B>
-void gradients_loop_by_columns(const B& b, const ColumnSums<typename B::Acc>& sums, const Rows& rows,
-                               const Coefficients<typename B::Acc>& c) {
-  using Acc = typename B::Acc;
+template <class Gradients, class Call>
+void gradients_loop_by_columns(const Call& call, const ColumnSums<typename Call::Acc>& sums, const Rows& rows,
+                               const Coefficients<typename Call::Acc>& c) {
+  using Acc = typename Call::Acc;
   constexpr int kStep = kPackSize<Acc>;
-  const GradientOperands<LoopGradients, B> operands(b, sums, rows[0], /*row_scale=*/1);
-  const auto* const next_x = operands.x + b.policy.rows_ahead * operands.x_stride;
-  const auto* const next_dy = operands.dy + b.policy.rows_ahead * operands.dy_stride;
+  const GradientOperands<Gradients, Call> operands(call, sums, rows[0], /*row_scale=*/1);
+  const auto* const next_x = operands.x + call.policy.rows_ahead * operands.x_stride;
+  const auto* const next_dy = operands.dy + call.policy.rows_ahead * operands.dy_stride;
   const auto handle_columns = [&](auto packs, int64_t j, auto lanes) __attribute__((always_inline)) {
     PackOfColumns<Acc> columns[packs];
     for (int i = 0; i < packs; ++i) columns[i] = operands.load_columns(j + i * kStep, lanes);
@@ -428,79 +433,80 @@ void gradients_loop_by_columns(const B& b, const ColumnSums<typename B::Acc>& su
 }
 
 // Whether the gradients loop has to rescale the values of a row, see Coefficients::row_scale().
-template <class B>
-bool has_row_scale(const B& b, const Coefficients<typename B::Acc>& c, int64_t row) {
-  return b.p.memory_efficient || c.row_scale()[row] != 1;
+template <class Call>
+bool has_row_scale(const Call& call, const Coefficients<typename Call::Acc>& c, int64_t row) {
+  return call.p.memory_efficient || c.row_scale()[row] != 1;
 }
 
 // Stores dx of rows, and adds them to the partial sums of dweight and dbias, for the columns of `sums`.
-template <class B, bool with_dx, bool streaming, bool with_dweight, bool with_dbias>
-void compute_gradients(const B& b, ColumnSums<typename B::Acc> sums, const Rows& rows,
-                       const Coefficients<typename B::Acc>& c, bool any_rescaled) {
+template <class Gradients, class Call>
+void compute_gradients(const Call& call, ColumnSums<typename Call::Acc> sums, const Rows& rows,
+                       const Coefficients<typename Call::Acc>& c, bool any_rescaled) {
   // For the usual gradients only, because each copy of the loop enlarges the library.
-  if constexpr (kHasColumnLoop && B::kTogether && with_dx && with_dweight) {
-    if (b.policy.by_columns && !any_rescaled) {
-      return gradients_loop_by_columns<LoopGradients<false, with_dx, streaming, with_dweight, with_dbias>>(b, sums,
-                                                                                                           rows, c);
-    }
+  if constexpr (kHasColumnLoop && Call::kTogether && Gradients::kDx && Gradients::kDweight) {
+    if (call.policy.by_columns && !any_rescaled) return gradients_loop_by_columns<Gradients>(call, sums, rows, c);
   }
   int64_t k = 0;
-  const auto loop = [&](auto together, auto rescaled) {
-    gradients_loop_by_rows<together, LoopGradients<rescaled, with_dx, streaming, with_dweight, with_dbias>>(
-        b, sums, rows[k], c.from(k));
+  const auto loop = [&](auto together, auto gradients) {
+    gradients_loop_by_rows<together, decltype(gradients)>(call, sums, rows[k], c.from(k));
     sums.are_unset = false;
     k += together;
   };
-  if constexpr (B::kTogether) {
-    const int64_t together = any_rescaled ? 1 : min(b.policy.rows_together, kMostGradientRows);
+  if constexpr (Call::kTogether) {
+    const int64_t together = any_rescaled ? 1 : min(call.policy.rows_together, kMostGradientRows);
     while (together == kMostGradientRows && k + kMostGradientRows <= rows.count)
-      loop(Constant<kMostGradientRows>{}, std::false_type{});
-    while (together >= kTwoRows && k + kTwoRows <= rows.count) loop(Constant<kTwoRows>{}, std::false_type{});
+      loop(Constant<kMostGradientRows>{}, Gradients{});
+    while (together >= kTwoRows && k + kTwoRows <= rows.count) loop(Constant<kTwoRows>{}, Gradients{});
   }
   while (k < rows.count) {
-    const bool rescaled = any_rescaled && has_row_scale(b, c, k);
-    rescaled ? loop(Constant<1>{}, std::true_type{}) : loop(Constant<1>{}, std::false_type{});
+    const bool rescaled = any_rescaled && has_row_scale(call, c, k);
+    rescaled ? loop(Constant<1>{}, RescaledGradients<Gradients>{}) : loop(Constant<1>{}, Gradients{});
   }
 }
 
+template <class Call>
+using ComputeGradients = void (*)(const Call& call, ColumnSums<typename Call::Acc> sums, const Rows& rows,
+                                  const Coefficients<typename Call::Acc>& c, bool any_rescaled);
+
 // Returns the compute_gradients() for the gradients that the call needs. A segment chooses once, because a choice for
 // every batch of rows would slow down short rows.
-template <class B>
-auto choose_gradients(const B& b) {
-  auto* chosen = compute_gradients<B, true, false, true, true>;
+template <class Call>
+ComputeGradients<Call> choose_gradients(const Call& call) {
+  ComputeGradients<Call> chosen = nullptr;
   dispatch_flags(
       [&](auto with_dx, auto streaming, auto with_dweight, auto with_dbias) {
         constexpr bool kStreaming = with_dx && streaming && kHasStreamingStores;
         constexpr bool kWithDweight = with_dweight || with_dbias;  // dbias alone is rare, and has no loop of its own
-        chosen = compute_gradients<B, with_dx, kStreaming, kWithDweight, with_dbias>;
+        chosen = compute_gradients<PlainGradients<with_dx, kStreaming, kWithDweight, with_dbias>, Call>;
       },
-      b.p.grad_input.data != nullptr, b.policy.streams, b.p.grad_weight.data != nullptr, b.p.grad_bias.data != nullptr);
+      call.p.grad_input.data != nullptr, call.policy.streams, call.p.grad_weight.data != nullptr,
+      call.p.grad_bias.data != nullptr);
   return chosen;
 }
 
 // The gradients of input_scale, and of the input that it multiplies, from dx, which the gradients loop has stored. This
 // is a loop of its own, so that the gradients loop of calls without an input_scale has no instruction for it.
-template <class B>
-void input_scale_loop(const B& b, const ColumnSums<typename B::Acc>& sums, const Rows& rows) {
-  using T = typename B::T;
-  using X = typename B::X;
-  const auto* const input_scale = parameter_of<const typename B::W>(b.p.input_scale, rows[0]);
-  const X* const dx = row_of<const X>(b.p.grad_input, rows[0]);
-  const T* const input = row_of<const T>(b.p.scaled_input, rows[0]);
-  T* const dinput = row_of<T>(b.p.grad_scaled_input, rows[0]);
+template <class Call>
+void input_scale_loop(const Call& call, const ColumnSums<typename Call::Acc>& sums, const Rows& rows) {
+  using T = typename Call::T;
+  using X = typename Call::X;
+  const auto* const input_scale = parameter_of<const typename Call::W>(call.p.input_scale, rows[0]);
+  const X* const dx = row_of<const X>(call.p.grad_input, rows[0]);
+  const T* const input = row_of<const T>(call.p.scaled_input, rows[0]);
+  T* const dinput = row_of<T>(call.p.grad_scaled_input, rows[0]);
   auto* const dinput_scale = sums.dinput_scale;
   const bool sums_are_unset = sums.are_unset;
-  const int64_t dx_stride = b.p.grad_input.row_stride, input_stride = b.p.scaled_input.row_stride,
-                dinput_stride = b.p.grad_scaled_input.row_stride;
-  for_each_pack<typename B::Acc, 1>(sums.columns, [&](int, int64_t j, auto lanes) {
+  const int64_t dx_stride = call.p.grad_input.row_stride, input_stride = call.p.scaled_input.row_stride,
+                dinput_stride = call.p.grad_scaled_input.row_stride;
+  for_each_pack<typename Call::Acc, 1>(sums.columns, [&](int, int64_t j, auto lanes) {
     const auto factor = load<X>(input_scale + j, lanes);
-    Pack<typename B::Acc> sum = {};
+    Pack<typename Call::Acc> sum = {};
     if (dinput_scale && !sums_are_unset) sum = read(dinput_scale + j, AllLanes{});
     for (int64_t k = 0; k < rows.count; ++k) {
       const auto v = load<X>(dx + k * dx_stride + j, lanes);
       if (dinput_scale) sum = fma(v, load<X>(input + k * input_stride + j, lanes), sum);
       if (dinput) {
-        store<X, B::kMayHaveNan>(dinput + k * dinput_stride + j, v * factor, lanes);
+        store<X, Call::kMayHaveNan>(dinput + k * dinput_stride + j, v * factor, lanes);
       }
     }
     if (dinput_scale) write(dinput_scale + j, sum, AllLanes{});

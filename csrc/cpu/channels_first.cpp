@@ -32,7 +32,7 @@ using PerPixel = Number[kMaxTilePixels];
 template <class T>
 struct Tile {
   T* data;         // [channels, pixels]; null if the array is absent
-  T* next;         // the following tile, or past the end
+  T* next;         // the data of the following tile, for prefetches; may be past the end of the array
   int64_t stride;  // from channel to channel
   T* channel(int64_t c) const { return data + c * stride; }
 };
@@ -67,7 +67,8 @@ void for_each_chunk(int64_t channels, const F& f) {
   for (int64_t c = 0; c < channels; c += kChannelChunk) f(c, min(kChannelChunk, channels - c));
 }
 
-// The parameters of channels c to c + n - 1, plus `offset`, or `fallback` without parameters.
+// The parameters of channels c to c + n - 1, widened to Acc, plus `offset` (1 for a zero-centered weight); all of them
+// `fallback` if there is no such parameter.
 template <class T>
 struct ChunkParameters {
   using Acc = AccOf<T>;
@@ -112,7 +113,7 @@ struct ChunkSums {
   double lost[sizeof(Acc) == 8 ? kMaxTilePixels : 1] = {};
 };
 
-// Loads x, which is multiplied by the row_scale of each pixel if `rescaled`: if any pixel of the tile is rescaled.
+// Loads x. If any pixel of the tile is rescaled (`rescaled`), multiplies each pixel by its row_scale, which may be 1.
 template <bool rescaled, class T, class Lanes>
 Pack<AccOf<T>> load_rescaled(const T* x, const AccOf<T>* row_scale, Lanes lanes) {
   const auto v = load<T>(x, lanes);
@@ -134,12 +135,13 @@ struct PixelStatistics {
   PerPixel<Acc> row_scale;   // 1, kShrink if a sum would overflow, or kEnlarge if squares would underflow
   PerPixel<Acc> center;      // an estimate of the mean, times row_scale
   PerPixel<Acc> correction;  // mean of (x * row_scale - center)
-  PerPixel<Acc> rstd;        // over row_scale
+  PerPixel<Acc> rstd;        // of x * row_scale
 };
 
-// Computes the statistics of a tile; a call with `rescaled` keeps the row_scale that a call without it has set. The
-// average of the first chunk of channels estimates the mean; if it is too far off in a pixel (forward.cpp has the
-// bound), the tile is read again. Returns whether no pixel needs a row_scale.
+// Computes the statistics of a tile. The first call, without `rescaled`, chooses the row_scale of each pixel, and
+// returns whether no pixel needs one. Otherwise a second call, with `rescaled`, applies them. The average of the first
+// chunk of channels estimates the mean; if it is more than a standard deviation off in a pixel (forward.cpp has the
+// error bound), the tile is read again.
 template <bool rescaled, class T>
 bool compute_statistics(const ForwardParams& p, const Tile<const T> x, const int64_t tile_pixels,
                         PixelStatistics<AccOf<T>>& stats) {
@@ -153,7 +155,7 @@ bool compute_statistics(const ForwardParams& p, const Tile<const T> x, const int
     }
     write(stats.center + j, sum * (Acc(1) / static_cast<Acc>(first_chunk)), AllLanes{});
   });
-  for (bool is_estimate = !p.rms;; is_estimate = false) {
+  for (bool center_is_estimate = !p.rms;; center_is_estimate = false) {
     ChunkSums<Acc> deviations, squares;
     for_each_chunk(p.cols, [&](int64_t c, int64_t n) {
       for_each_pack<Acc, 1>({0, tile_pixels}, [&](int, int64_t j, auto lanes) {
@@ -181,10 +183,11 @@ bool compute_statistics(const ForwardParams& p, const Tile<const T> x, const int
       const bool needs_row_scale = !std::isfinite(variance) || is_small;
       if (!rescaled) stats.row_scale[j] = needs_row_scale ? row_scale_for(stats.rstd[j], stats.center[j]) : Acc(1);
       in_range &= !needs_row_scale;
-      if (!is_estimate) continue;
+      if (!center_is_estimate) continue;
       const double square = correction * correction;
-      const bool is_rescaled =
-          rescaled && stats.row_scale[j] != 1;  // its squares may overflow or underflow, as in forward.cpp
+      // In a rescaled pixel of equal channels, the square of the center's rounding error may overflow or underflow, so
+      // that the tile is read again.
+      const bool is_rescaled = rescaled && stats.row_scale[j] != 1;
       if (is_rescaled ? square < variance && std::isfinite(variance) : !(square > variance)) continue;
       stats.center[j] = static_cast<Acc>(stats.center[j] + correction);
       is_far = true;
@@ -193,6 +196,7 @@ bool compute_statistics(const ForwardParams& p, const Tile<const T> x, const int
   }
 }
 
+// Stores the output of a tile.
 template <bool rescaled, class W, class T>
 void normalize(const ForwardParams& p, const TilePosition& position, const Tile<const T> x,
                const PixelStatistics<AccOf<T>>& stats, const Tile<T> y) {
@@ -248,10 +252,11 @@ void forward_tile(const ForwardParams& p, const TilePosition& position) {
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// The coefficients of each pixel for the gradients loop; see Coefficients in backward_loops.h.
+// The coefficients of each pixel for the gradients loop; see Coefficients in backward_loops.h. mean_g has no minus
+// here.
 template <class Acc>
 struct PixelCoefficients {
-  PerPixel<Acc> row_scale, mean, rescaled_rstd, minus_mean_xhat, minus_mean_g_xhat, mean_g;
+  PerPixel<Acc> row_scale, scaled_mean, scaled_rstd, minus_mean_xhat, minus_mean_g_xhat, mean_g;
 };
 
 // The arrays of one tile, with the parameters of its image.
@@ -275,48 +280,50 @@ struct BackwardTile {
   const int64_t pixels = position.pixels;
 };
 
-// A chunk of a tile: channels c to c + n - 1, with their weights and biases.
-template <bool rescaled, class B>
+// A chunk of a tile: channels c to c + n - 1, with their weights and biases. GradientTile is a BackwardTile.
+template <bool rescaled, class GradientTile>
 struct ChannelChunk {
-  using T = typename B::T;
+  using T = typename GradientTile::T;
   using Acc = AccOf<T>;
 
-  ChannelChunk(const B& b, const PixelCoefficients<Acc>& coef, int64_t c, int64_t n, bool with_weight)
-      : b(b),
-        coef(coef),
+  ChannelChunk(const GradientTile& tile, const PixelCoefficients<Acc>& coefficients, int64_t c, int64_t n,
+               bool with_weight)
+      : tile(tile),
+        coefficients(coefficients),
         c(c),
-        weight(with_weight ? b.weight : nullptr, c, n, 1, b.weight_offset),
-        bias(rescaled ? b.bias : nullptr, c, n, 0) {}
+        weight(with_weight ? tile.weight : nullptr, c, n, 1, tile.weight_offset),
+        bias(rescaled ? tile.bias : nullptr, c, n, 0) {}
 
-  // d of channel c + k: x * row_scale - mean, or xhat if it is computed from the output.
+  // d of channel c + k: x * row_scale - scaled_mean, or xhat itself if it is computed from the output.
   template <class Lanes>
   Pack<Acc> deviation(int64_t k, int64_t j, Lanes lanes) const {
-    const T* const x = b.x.channel(c + k) + j;
-    if (rescaled && b.p.memory_efficient) return (load<T>(x, lanes) - bias[k]) / divisor(broadcast(weight[k]));
-    return load_rescaled<rescaled>(x, coef.row_scale + j, lanes) - read(coef.mean + j, AllLanes{});
+    const T* const x = tile.x.channel(c + k) + j;
+    if (rescaled && tile.p.memory_efficient) return (load<T>(x, lanes) - bias[k]) / divisor(broadcast(weight[k]));
+    return load_rescaled<rescaled>(x, coefficients.row_scale + j, lanes) -
+           read(coefficients.scaled_mean + j, AllLanes{});
   }
 
-  const B& b;
-  const PixelCoefficients<Acc>& coef;
+  const GradientTile& tile;
+  const PixelCoefficients<Acc>& coefficients;
   const int64_t c;
   const ChunkParameters<T> weight, bias;
 };
 
-template <bool rescaled, bool with_g, class B>
-void sums_loop(const B& b, PixelCoefficients<typename B::Acc>& coef) {
-  using Acc = typename B::Acc;
-  const Chunks chunks(b.p.cols, kChannelChunk);
+template <bool rescaled, bool with_g, class GradientTile>
+void sums_loop(const GradientTile& tile, PixelCoefficients<typename GradientTile::Acc>& coefficients) {
+  using Acc = typename GradientTile::Acc;
+  const Chunks chunks(tile.p.cols, kChannelChunk);
   ChunkSums<Acc> xhat_sums, g_sums, g_xhat_sums;
-  for_each_chunk(b.p.cols, [&](int64_t c, int64_t n) {
-    const ChannelChunk<rescaled, B> chunk(b, coef, c, n, with_g || b.p.memory_efficient);
-    for_each_pack<Acc, 1>({0, b.pixels}, [&](int, int64_t j, auto lanes) {
-      const auto rescaled_rstd = read(coef.rescaled_rstd + j, AllLanes{});
+  for_each_chunk(tile.p.cols, [&](int64_t c, int64_t n) {
+    const ChannelChunk<rescaled, GradientTile> chunk(tile, coefficients, c, n, with_g || tile.p.memory_efficient);
+    for_each_pack<Acc, 1>({0, tile.pixels}, [&](int, int64_t j, auto lanes) {
+      const auto scaled_rstd = read(coefficients.scaled_rstd + j, AllLanes{});
       Pack<Acc> xhat_sum = {}, g_sum = {}, g_xhat_sum = {};
       for (int64_t k = 0; k < n; ++k) {
-        const auto xhat = chunk.deviation(k, j, lanes) * rescaled_rstd;
+        const auto xhat = chunk.deviation(k, j, lanes) * scaled_rstd;
         xhat_sum = xhat_sum + xhat;
         if constexpr (with_g) {
-          const auto g = load<typename B::T>(b.dy.channel(c + k) + j, lanes) * chunk.weight[k];
+          const auto g = load<typename GradientTile::T>(tile.dy.channel(c + k) + j, lanes) * chunk.weight[k];
           g_sum = g_sum + g;
           g_xhat_sum = fma(g, xhat, g_xhat_sum);
         }
@@ -328,82 +335,85 @@ void sums_loop(const B& b, PixelCoefficients<typename B::Acc>& coef) {
       }
     });
   });
-  for (int64_t j = 0; j < padded<Acc>(b.pixels); ++j) {
-    const double mean_xhat = b.p.rms ? 0 : chunks.mean<Acc>(xhat_sums[j]),
-                 mean_g = b.p.rms ? 0 : chunks.mean<Acc>(g_sums[j]);
-    coef.minus_mean_xhat[j] = static_cast<Acc>(-mean_xhat);
-    coef.minus_mean_g_xhat[j] = static_cast<Acc>(-(chunks.mean<Acc>(g_xhat_sums[j]) - mean_xhat * mean_g));
-    coef.mean_g[j] = static_cast<Acc>(mean_g);
+  for (int64_t j = 0; j < padded<Acc>(tile.pixels); ++j) {
+    const double mean_xhat = tile.p.rms ? 0 : chunks.mean<Acc>(xhat_sums[j]),
+                 mean_g = tile.p.rms ? 0 : chunks.mean<Acc>(g_sums[j]);
+    coefficients.minus_mean_xhat[j] = static_cast<Acc>(-mean_xhat);
+    coefficients.minus_mean_g_xhat[j] = static_cast<Acc>(-(chunks.mean<Acc>(g_xhat_sums[j]) - mean_xhat * mean_g));
+    coefficients.mean_g[j] = static_cast<Acc>(mean_g);
   }
 }
 
-// Stores dx of a tile, and adds the tile to the partial sums of dweight and dbias. The first tile of a segment
-// (`first`) finds no numbers in them yet.
-template <bool rescaled, bool with_dx, bool with_dweight, bool with_dbias, class B>
-void gradients_loop(const B& b, const PixelCoefficients<typename B::Acc>& coef, bool first, typename B::Acc* dweight,
-                    typename B::Acc* dbias) {
-  using T = typename B::T;
-  using Acc = typename B::Acc;
-  for_each_chunk(b.p.cols, [&](int64_t c, int64_t n) {
-    const ChannelChunk<rescaled, B> chunk(b, coef, c, n, true);
+// Stores dx of a tile, and adds the tile to the segment's partial sums of dweight and dbias, in which the first tile
+// finds no numbers yet.
+template <bool rescaled, bool with_dx, bool with_dweight, bool with_dbias, class GradientTile>
+void gradients_loop(const GradientTile& tile, const PixelCoefficients<typename GradientTile::Acc>& coefficients,
+                    bool is_first_tile, typename GradientTile::Acc* dweight, typename GradientTile::Acc* dbias) {
+  using T = typename GradientTile::T;
+  using Acc = typename GradientTile::Acc;
+  for_each_chunk(tile.p.cols, [&](int64_t c, int64_t n) {
+    const ChannelChunk<rescaled, GradientTile> chunk(tile, coefficients, c, n, true);
     for (int64_t k = 0; k < n; ++k) {
       Pack<Acc> dw = {}, db = {};
-      for_each_pack<Acc, 1>({0, b.pixels}, [&](int, int64_t j, auto lanes) {
-        const auto v = load<T>(b.dy.channel(c + k) + j, lanes);
-        prefetch_next(b.dy, c + k, j);
+      for_each_pack<Acc, 1>({0, tile.pixels}, [&](int, int64_t j, auto lanes) {
+        const auto v = load<T>(tile.dy.channel(c + k) + j, lanes);
+        prefetch_next(tile.dy, c + k, j);
         if constexpr (with_dbias) db = db + v;
         if constexpr (with_dx || with_dweight) {
           const auto d = chunk.deviation(k, j, lanes);
-          prefetch_next(b.x, c + k, j);
-          const auto xhat =
-              fma(d, read(coef.rescaled_rstd + j, AllLanes{}), read(coef.minus_mean_xhat + j, AllLanes{}));
+          prefetch_next(tile.x, c + k, j);
+          const auto xhat = fma(d, read(coefficients.scaled_rstd + j, AllLanes{}),
+                                read(coefficients.minus_mean_xhat + j, AllLanes{}));
           if constexpr (with_dweight) dw = fma(v, xhat, dw);
           if constexpr (with_dx) {
-            const auto g = v * chunk.weight[k] - read(coef.mean_g + j, AllLanes{});
-            auto result =
-                fma(xhat, read(coef.minus_mean_g_xhat + j, AllLanes{}), g) * read(coef.rescaled_rstd + j, AllLanes{});
-            if constexpr (rescaled) result = result * read(coef.row_scale + j, AllLanes{});
-            store<T, B::kMayHaveNan>(b.dx.channel(c + k) + j, result, lanes);
+            const auto g = v * chunk.weight[k] - read(coefficients.mean_g + j, AllLanes{});
+            auto result = fma(xhat, read(coefficients.minus_mean_g_xhat + j, AllLanes{}), g) *
+                          read(coefficients.scaled_rstd + j, AllLanes{});
+            if constexpr (rescaled) result = result * read(coefficients.row_scale + j, AllLanes{});
+            store<T, GradientTile::kMayHaveNan>(tile.dx.channel(c + k) + j, result, lanes);
           }
         }
       });
-      if constexpr (with_dweight) dweight[c + k] = sum_pack(dw) + (first ? 0 : dweight[c + k]);
-      if constexpr (with_dbias) dbias[c + k] = sum_pack(db) + (first ? 0 : dbias[c + k]);
+      if constexpr (with_dweight) dweight[c + k] = sum_pack(dw) + (is_first_tile ? 0 : dweight[c + k]);
+      if constexpr (with_dbias) dbias[c + k] = sum_pack(db) + (is_first_tile ? 0 : dbias[c + k]);
     }
   });
 }
 
 // Handles a tile, and adds its gradients of the parameters to the segment's partial sums [2, pitch].
-template <class B>
-void backward_tile(const B& b, bool first, typename B::Acc* partials, int64_t pitch) {
-  using Acc = typename B::Acc;
-  const auto& p = b.p;
-  PixelCoefficients<Acc> coef;
+template <class GradientTile>
+void backward_tile(const GradientTile& tile, bool is_first_tile, typename GradientTile::Acc* partials, int64_t pitch) {
+  using Acc = typename GradientTile::Acc;
+  const auto& p = tile.p;
+  PixelCoefficients<Acc> coefficients;
   bool any_rescaled = p.memory_efficient;
   if (p.grad_input.data || p.grad_weight.data) {  // dbias needs nothing but dy
     const Pack<Acc> ones = broadcast(Acc(1));
-    for_each_pack<Acc, 1>({0, b.pixels}, [&](int, int64_t j, auto lanes) {
-      write(coef.mean + j, b.mean ? load<typename B::T>(b.mean + j, lanes) : Pack<Acc>{}, AllLanes{});
-      write(coef.rescaled_rstd + j, load<typename B::T>(b.rstd + j, lanes), AllLanes{});
-      write(coef.row_scale + j, zero_outside<kEvenOdd<typename B::T>>(ones, lanes), AllLanes{});
+    for_each_pack<Acc, 1>({0, tile.pixels}, [&](int, int64_t j, auto lanes) {
+      write(coefficients.scaled_mean + j,
+            tile.mean ? load<typename GradientTile::T>(tile.mean + j, lanes) : Pack<Acc>{}, AllLanes{});
+      write(coefficients.scaled_rstd + j, load<typename GradientTile::T>(tile.rstd + j, lanes), AllLanes{});
+      write(coefficients.row_scale + j, zero_outside<kEvenOdd<typename GradientTile::T>>(ones, lanes), AllLanes{});
     });
-    for (int64_t j = 0; j < padded<Acc>(b.pixels); ++j) {
-      // No difference overflows in a pixel whose standard deviation is below 2^60. Others are rescaled.
-      const bool is_inside = coef.row_scale[j] != 0,
-                 needs_row_scale = is_inside && coef.rescaled_rstd[j] < Acc(0x1p-60);
+    for (int64_t j = 0; j < padded<Acc>(tile.pixels); ++j) {
+      // No x - mean overflows in a pixel whose standard deviation is below 2^60. Others are rescaled.
+      const bool is_inside = coefficients.row_scale[j] != 0,
+                 needs_row_scale = is_inside && coefficients.scaled_rstd[j] < Acc(0x1p-60);
       any_rescaled |= needs_row_scale;
-      coef.row_scale[j] = p.memory_efficient ? coef.rescaled_rstd[j] : needs_row_scale ? kShrink<Acc> : Acc(1);
-      coef.mean[j] *= coef.row_scale[j];
-      if (p.memory_efficient) coef.rescaled_rstd[j] = 1;
+      coefficients.row_scale[j] = p.memory_efficient ? coefficients.scaled_rstd[j]
+                                  : needs_row_scale  ? kShrink<Acc>
+                                                     : Acc(1);
+      coefficients.scaled_mean[j] *= coefficients.row_scale[j];
+      if (p.memory_efficient) coefficients.scaled_rstd[j] = 1;
       if (!p.memory_efficient && needs_row_scale)
-        coef.rescaled_rstd[j] = divide_rstd(coef.rescaled_rstd + j, kShrink<Acc>);
+        coefficients.scaled_rstd[j] = divide_rstd(coefficients.scaled_rstd + j, kShrink<Acc>);
     }
   }
   dispatch_flags(
       [&](auto rescaled, auto with_dx, auto with_dweight, auto with_dbias) {
-        if (with_dx || with_dweight) sums_loop<rescaled, with_dx>(b, coef);
+        if (with_dx || with_dweight) sums_loop<rescaled, with_dx>(tile, coefficients);
         Acc* const dbias = with_dbias ? partials + pitch : nullptr;
-        gradients_loop<rescaled, with_dx, with_dweight, with_dbias>(b, coef, first, partials, dbias);
+        gradients_loop<rescaled, with_dx, with_dweight, with_dbias>(tile, coefficients, is_first_tile, partials, dbias);
       },
       any_rescaled, p.grad_input.data != nullptr, p.grad_weight.data != nullptr, p.grad_bias.data != nullptr);
 }
@@ -413,7 +423,7 @@ void backward_tile(const B& b, bool first, typename B::Acc* partials, int64_t pi
 void channels_first_forward(const ForwardParams& p) {
   dispatch_dtypes_of_images<Elements>(p, [&](auto types) {
     using T = typename decltype(types)::T;
-    const PixelTiles tiles(p, sizeof(T), false);
+    const PixelTiles tiles(p, sizeof(T), /*sums_each_image=*/false);
     const int64_t tile_elements = min(tiles.pixels, p.rows) * p.cols;
     parallel_for(tiles.count, grain(tile_elements), [&](int64_t tile, int64_t end) {
       for (; tile < end; ++tile) forward_tile<T, typename decltype(types)::W>(p, TilePosition(p, tiles, tile));
@@ -427,7 +437,7 @@ void channels_first_backward(const BackwardParams& p) {
     using W = typename decltype(types)::W;
     using Acc = AccOf<T>;
     const ParameterGradients gradients(p);
-    const PixelTiles tiles(p, sizeof(T), gradients.any_per_sample());
+    const PixelTiles tiles(p, sizeof(T), /*sums_each_image=*/gradients.any_per_sample());
     const int64_t pitch = padded_cols(p), segment_elements = tiles.per_segment * min(tiles.pixels, p.rows) * p.cols;
     const auto bytes = gradients.count * tiles.segments * pitch * static_cast<int64_t>(sizeof(Acc));
     Acc* const partials = static_cast<Acc*>(gradients.any() ? p.allocator->allocate(bytes) : nullptr);
@@ -436,8 +446,8 @@ void channels_first_backward(const BackwardParams& p) {
         Acc* const sums = partials ? partials + gradients.count * segment * pitch : nullptr;
         const int64_t first = segment * tiles.per_segment;
         for (int64_t tile = first; tile < min(tiles.count, first + tiles.per_segment); ++tile) {
-          const BackwardTile<T, W> b = {p, TilePosition(p, tiles, tile)};
-          backward_tile(b, tile == first, sums, pitch);
+          const BackwardTile<T, W> arrays = {p, TilePosition(p, tiles, tile)};
+          backward_tile(arrays, /*is_first_tile=*/tile == first, sums, pitch);
         }
       }
     });

@@ -13,8 +13,9 @@ struct Kernels {
   void (*backward)(const BackwardParams&);
 };
 
-// torch's choice, so that ATEN_CPU_CAPABILITY=default|avx2 applies to these kernels, too. A build has all capabilities
-// or one; the package is not imported on a machine that has another (_compatibility.py).
+// The kernels follow torch's choice of an instruction set, so that ATEN_CPU_CAPABILITY=default|avx2 applies to them,
+// too. A build has all capabilities or one; the package is not imported on a machine that has another
+// (_compatibility.py).
 Kernels choose() {
 #if defined(WITH_AVX512)
   if (at::get_cpu_capability() == "AVX512") return {"AVX512", AVX512::forward, AVX512::backward};

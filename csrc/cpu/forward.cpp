@@ -34,7 +34,7 @@ namespace {
 template <class Acc, int kCount>
 struct Statistics {
   PerRow<Acc, kCount> center, correction, rstd;
-  bool in_range;           // in no row a sum overflowed or squares underflowed
+  bool in_range;           // whether in all rows no sum overflowed and no squares underflowed
   const Acc* differences;  // x - center [packs of a row, kCount, kPackSize]; null if they are not kept
 
   // The statistics of kSome rows from row k on.
@@ -74,14 +74,15 @@ void add_residual(const ForwardParams& p, RowIndex first, const Chunks& chunks) 
   });
 }
 
-// The statistics of kCount rows, the first at x, from the sums of x - center and of its square. A row whose center is
-// an estimate too far from the mean (see the top of this file) is read again with a better one. In a rescaled row of
-// equal elements, the square of the center's rounding error may overflow or underflow, so that such a row is always
-// read again. The differences are stored unless `differences` is nullptr.
+// The statistics of kCount rows, the first at x, from the sums of x - center and of its square. If `center` is an
+// estimate of the mean (center_is_estimate), a row whose mean is more than a standard deviation away from it is read
+// again with a better center; the top of this file has the error bound. So is a rescaled row of equal elements, because
+// the square of its center's rounding error may overflow or underflow. `differences` is where to keep x - center, an
+// Acc*, or nullptr.
 template <class Threads, int kCount, int kPacks, bool rescaled, class X, class Differences = std::nullptr_t>
-Statistics<AccOf<X>, kCount> statistics_around(const X* x, int64_t stride, const Chunks& chunks, double eps, bool rms,
+Statistics<AccOf<X>, kCount> statistics_around(const ForwardParams& p, const X* x, int64_t stride, const Chunks& chunks,
                                                AccOf<X> row_scale, const PerRow<AccOf<X>, kCount>& center,
-                                               bool is_estimate, Differences differences = nullptr) {
+                                               bool center_is_estimate, Differences differences = nullptr) {
   using Acc = AccOf<X>;
   using Doubles = PerRow<double, kCount>;
   Acc centers[kCount];
@@ -102,31 +103,32 @@ Statistics<AccOf<X>, kCount> statistics_around(const X* x, int64_t stride, const
     });
     return s.total();
   });
-  const Doubles correction = rms ? Doubles{} : chunks.mean<Acc>(sums.values[kDifferences]);
+  const Doubles correction = p.rms ? Doubles{} : chunks.mean<Acc>(sums.values[kDifferences]);
   Doubles variance = chunks.mean<Acc>(sums.values[kSquares]) - correction * correction, rstd;
   variance = variance < 0 ? Doubles{} : variance;  // written so that NaN stays NaN
   if constexpr (rescaled) {
-    for (int r = 0; r < kCount; ++r) rstd[r] = rescaled_rstd(variance[r], eps, row_scale);
+    for (int r = 0; r < kCount; ++r) rstd[r] = rescaled_rstd(variance[r], p.eps, row_scale);
   } else {
-    for (int r = 0; r < kCount; ++r) rstd[r] = std::sqrt(variance[r] + eps);
+    for (int r = 0; r < kCount; ++r) rstd[r] = std::sqrt(variance[r] + p.eps);
     rstd = 1 / rstd;
   }
   // All rows are tested at once, because tests of single rows would slow down short rows.
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   bool in_range = all(variance < kInfinity);
-  // Beside a larger eps, squares that underflow change no digit of rstd.
-  if (eps < kSmallestVariance<Acc>) in_range &= all(variance > kSmallestVariance<Acc>);
+  // With a larger eps, squares that underflow change no digit of rstd.
+  if (p.eps < kSmallestVariance<Acc>) in_range &= all(variance > kSmallestVariance<Acc>);
+  // Whether the center is more than a standard deviation off. In a rescaled row, overflow and underflow count as far.
   auto is_far = correction * correction > variance;
   if constexpr (rescaled) is_far = ~((correction * correction < variance) & (variance < kInfinity));
   const auto rounded = [](const Doubles& v) { return __builtin_convertvector(v, PerRow<Acc, kCount>); };
   Statistics<Acc, kCount> stats = {center, rounded(correction), rounded(rstd), in_range, differences};
-  if (all(~is_far) || !is_estimate) return stats;
-  stats.differences = nullptr;
+  if (all(~is_far) || !center_is_estimate) return stats;
+  stats.differences = nullptr;  // those of a row that is read again are from its first center
   for (int r = 0; r < kCount; ++r) {
     if (!is_far[r]) continue;
     const PerRow<Acc, 1> mean = {static_cast<Acc>(center[r] + correction[r])};
-    const auto row = statistics_around<Threads, 1, kPacks, rescaled>(x + r * stride, stride, chunks, eps, rms,
-                                                                     row_scale, mean, /*is_estimate=*/false);
+    const auto row = statistics_around<Threads, 1, kPacks, rescaled>(p, x + r * stride, stride, chunks, row_scale, mean,
+                                                                     /*center_is_estimate=*/false);
     stats.center[r] = row.center[0];
     stats.correction[r] = row.correction[0];
     stats.rstd[r] = row.rstd[0];
@@ -136,11 +138,12 @@ Statistics<AccOf<X>, kCount> statistics_around(const X* x, int64_t stride, const
 
 // The statistics of kCount rows, the first at x. The average of a row's first pack estimates its mean.
 template <class Threads, int kCount, int kPacks, bool rescaled, class X, class Differences = std::nullptr_t>
-Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, const Chunks& chunks, double eps, bool rms,
-                                                AccOf<X> row_scale, Differences differences = nullptr) {
+Statistics<AccOf<X>, kCount> compute_statistics(const ForwardParams& p, const X* x, int64_t stride,
+                                                const Chunks& chunks, AccOf<X> row_scale,
+                                                Differences differences = nullptr) {
   using Acc = AccOf<X>;
   PerRow<Acc, kCount> center = {};
-  if (!rms) {
+  if (!p.rms) {
     const int64_t n = min(chunks.cols, kPackSize<Acc>);
     Accumulators<Acc, kCount, 1, 1> first_packs;
     for_each_pack<Acc, 1>({0, n}, [&](int, int64_t j, auto lanes) {
@@ -151,8 +154,8 @@ Statistics<AccOf<X>, kCount> compute_statistics(const X* x, int64_t stride, cons
     center =
         __builtin_convertvector(first_packs.total().values[0] * (1.0 / static_cast<double>(n)), PerRow<Acc, kCount>);
   }
-  return statistics_around<Threads, kCount, kPacks, rescaled>(x, stride, chunks, eps, rms, row_scale, center,
-                                                              /*is_estimate=*/!rms, differences);
+  return statistics_around<Threads, kCount, kPacks, rescaled>(p, x, stride, chunks, row_scale, center,
+                                                              /*center_is_estimate=*/!p.rms, differences);
 }
 
 // Prefetches the lines of a pack that will be stored.
@@ -163,9 +166,31 @@ void prefetch_for_write(T* p) {
   if (kPackSize<AccOf<T>> > kLine) __builtin_prefetch(p + kLine, 1);
 }
 
-// Stores the output of kCount rows.
-template <class Threads, int kCount, bool rescaled, bool streaming, bool has_differences, bool gated, class T, class X,
-          class W>
+// The variants of the output loop. They are template parameters, because tests in the loop would slow it down.
+struct PlainOutput {
+  static constexpr bool kRescaled = false;        // multiplies x by the row_scale
+  static constexpr bool kStreaming = false;       // streaming stores
+  static constexpr bool kHasDifferences = false;  // reads x - center, which the statistics loop has kept, instead of x
+  static constexpr bool kGated = false;           // multiplies by the activated gate
+};
+struct StreamedOutput : PlainOutput {
+  static constexpr bool kStreaming = true;
+};
+struct OutputFromDifferences : PlainOutput {
+  static constexpr bool kHasDifferences = true;
+};
+struct RescaledOutput : PlainOutput {
+  static constexpr bool kRescaled = true;
+};
+struct GatedOutput : RescaledOutput {  // the row_scale may be 1, which changes no bit
+  static constexpr bool kGated = true;
+};
+struct StreamedGatedOutput : GatedOutput {
+  static constexpr bool kStreaming = true;
+};
+
+// Stores the output of kCount rows of `values`, which is the input or its sum with the residual.
+template <class Variant, class Threads, int kCount, class T, class X, class W>
 void normalize(const ForwardParams& p, RowIndex first, const View& values, const Chunks& chunks,
                const Statistics<AccOf<X>, kCount>& stats, AccOf<X> row_scale, const Prefetch& prefetch) {
   using Acc = AccOf<X>;
@@ -175,29 +200,31 @@ void normalize(const ForwardParams& p, RowIndex first, const View& values, const
   const W* const bias = parameter_of<const W>(p.bias, first);
   const Acc weight_offset = p.zero_centered_weight;
   const int64_t x_stride = values.row_stride, y_stride = p.output.row_stride;
+  constexpr bool kStreaming = Variant::kStreaming;
   constexpr bool kMayHaveNan = !std::is_same_v<T, W> || !std::is_same_v<T, X>;
-  constexpr bool kAligned = kCount == 1 && !has_differences;  // the differences are packs that begin at column 0
+  // The differences are packs that begin at column 0, so that stores cannot begin elsewhere.
+  constexpr bool kAligned = kCount == 1 && !Variant::kHasDifferences;
   constexpr int64_t kWriteAhead = kWriteAheadBytes / sizeof(T);
   const Activation activation = p.activation;
-  const T* const z = gated ? row_of<const T>(p.gate, first) : nullptr;
+  const T* const z = Variant::kGated ? row_of<const T>(p.gate, first) : nullptr;
   const int64_t z_stride = p.gate.row_stride;
-  const T* const next_z = gated && prefetch.rows_ahead ? z + prefetch.rows_ahead * z_stride : nullptr;
+  const T* const next_z = Variant::kGated && prefetch.rows_ahead ? z + prefetch.rows_ahead * z_stride : nullptr;
   const X* const next_x = prefetch.rows_ahead ? x + prefetch.rows_ahead * x_stride : nullptr;
-  const bool prefetches_y = prefetch.rows_ahead && prefetch.output && !streaming;
+  const bool prefetches_y = prefetch.rows_ahead && prefetch.output && !kStreaming;
   const T* const next_y = prefetches_y ? y + prefetch.rows_ahead * y_stride : nullptr;
   // Local variables, which a store cannot alias.
   const auto center = stats.center, rstd = stats.rstd, minus_correction = -stats.correction * rstd;
   Threads::for_each(chunks, [&](Columns columns) {
-    for_each_stored_pack<Acc, kAligned, streaming>(y, columns, [&](int64_t j, auto lanes) {
+    for_each_stored_pack<Acc, kAligned, kStreaming>(y, columns, [&](int64_t j, auto lanes) {
       Pack<Acc> w, b;
       if (weight) w = load_weight<X>(weight, weight_offset, j, lanes);
       if (bias) b = load<X>(bias + j, lanes);
-      const auto compute = [&](int k) __attribute__((always_inline)) {
+      const auto output_of_row = [&](int k) __attribute__((always_inline)) {
         Pack<Acc> d;
-        if constexpr (has_differences) {
+        if constexpr (Variant::kHasDifferences) {
           d = read(stats.differences + j * kCount + k * kPackSize<Acc>, AllLanes{});
         } else {
-          d = load_row<X, rescaled>(x + k * x_stride + j, row_scale, lanes) - center[k];
+          d = load_row<X, Variant::kRescaled>(x + k * x_stride + j, row_scale, lanes) - center[k];
         }
         auto v = fma(d, rstd[k], minus_correction[k]);  // xhat
         if (weight && bias) {
@@ -207,98 +234,102 @@ void normalize(const ForwardParams& p, RowIndex first, const View& values, const
         } else if (bias) {
           v = v + b;
         }
-        if constexpr (gated) v = v * activate(load<X>(z + k * z_stride + j, lanes), activation);
+        if constexpr (Variant::kGated) v = v * activate(load<X>(z + k * z_stride + j, lanes), activation);
         return v;
       };
-      const auto store_result = [&](int k, const Pack<Acc>& v) __attribute__((always_inline)) {
-        store<X, kMayHaveNan>(y + k * y_stride + j, v, store_lanes<streaming>(lanes));
-        if (kCount == 1 && !streaming) prefetch_for_write(y + j + kWriteAhead);
+      const auto store_row = [&](int k, const Pack<Acc>& v) __attribute__((always_inline)) {
+        store<X, kMayHaveNan>(y + k * y_stride + j, v, store_lanes<kStreaming>(lanes));
+        if (kCount == 1 && !kStreaming) prefetch_for_write(y + j + kWriteAhead);
       };
       if constexpr (kStoresLast<kCount>) {
         Pack<Acc> results[kCount];
 #pragma GCC unroll 4
-        for (int k = 0; k < kCount; ++k) results[k] = compute(k);
+        for (int k = 0; k < kCount; ++k) results[k] = output_of_row(k);
 #pragma GCC unroll 4
-        for (int k = 0; k < kCount; ++k) store_result(k, results[k]);
+        for (int k = 0; k < kCount; ++k) store_row(k, results[k]);
       } else {
-        for (int k = 0; k < kCount; ++k) store_result(k, compute(k));
+        for (int k = 0; k < kCount; ++k) store_row(k, output_of_row(k));
       }
       for (int k = 0; next_x && k < kCount; ++k) prefetch_to_l2(next_x + k * x_stride + j);
       for (int k = 0; next_y && k < kCount; ++k) prefetch_to_l2(next_y + k * y_stride + j);
       for (int k = 0; next_z && k < kCount; ++k) prefetch_to_l2(next_z + k * z_stride + j);
     });
-    if (streaming) streaming_fence();
+    if (kStreaming) streaming_fence();
   });
 }
 
-// Stores the output and the statistics of kCount rows of `values`, which is the input or its sum with the residual.
+// Stores the output and the statistics of kCount rows of `values`. Rows whose sums overflowed or whose squares
+// underflowed are first summed again with a row_scale.
 template <class Threads, int kCount, int kPacks, class T, class X, class W>
 void store_rows(const ForwardParams& p, const ForwardPolicy& policy, RowIndex first, const View& values,
                 const Chunks& chunks, const Statistics<AccOf<X>, kCount>& stats) {
   using Acc = AccOf<X>;
+  // Variants that no row of these types has are not compiled.
+  constexpr bool kMayStream = kHasStreamingStores && kPacks == kWidePacks;
+  constexpr bool kMayBeGated = std::is_same_v<T, X> && std::is_same_v<W, Acc>;
+  constexpr bool kMayKeep = kMayKeepDifferences<kPacks, T, X>;
+  using Streamed = std::conditional_t<kMayStream, StreamedOutput, PlainOutput>;
+  using FromDifferences = std::conditional_t<kMayKeep, OutputFromDifferences, PlainOutput>;
+  using Gated = std::conditional_t<kMayBeGated, GatedOutput, RescaledOutput>;
+  using StreamedGated = std::conditional_t<kMayStream && kMayBeGated, StreamedGatedOutput, Gated>;
   const X* const x = row_of<const X>(values, first);
   Acc* const mean = row_of<Acc>(p.mean, first);
   Acc* const rstd = row_of<Acc>(p.rstd, first);
-  const Prefetch& prefetch = kCount > 1 ? policy.prefetch_together : policy.prefetch_single;
-  constexpr bool kMayStream = kHasStreamingStores && kPacks == kWidePacks;
-  constexpr bool kMayBeGated = std::is_same_v<T, X> && std::is_same_v<W, Acc>;
   const bool is_gated = kMayBeGated && p.activation != Activation::kNone;
+  const bool streams = kMayStream && policy.streams;
+  const Prefetch& prefetch = kCount > 1 ? policy.prefetch_together : policy.prefetch_single;
   const Prefetch& single = policy.prefetch_single;
-  // The statistics loop has read all of the kCount rows.
+  // The statistics loop has already read the kCount rows, so prefetches of single rows begin behind them.
   const Prefetch row_prefetch = {single.rows_ahead ? max(single.rows_ahead, kCount) : 0, single.output};
-  // Stores a row that has a gate or is rescaled by a power of two.
+  // Stores the output of a row that is gated or rescaled.
   const auto store_row = [&](RowIndex row, const Statistics<Acc, 1>& row_stats, Acc row_scale) {
-    const auto store_output = [&](auto streaming, auto gated) {
-      normalize<Threads, 1, true, streaming, false, gated, T, X, W>(p, row, values, chunks, row_stats, row_scale,
-                                                                    row_prefetch);
+    const auto store_output = [&](auto variant) {
+      normalize<decltype(variant), Threads, 1, T, X, W>(p, row, values, chunks, row_stats, row_scale, row_prefetch);
     };
-    constexpr std::bool_constant<kMayBeGated> kGated;
     if (!is_gated) {
-      store_output(std::false_type{}, std::false_type{});
-    } else if (kMayStream && policy.streams) {
-      store_output(std::bool_constant<(kMayStream && kMayBeGated)>{}, kGated);
+      store_output(RescaledOutput{});
+    } else if (streams) {
+      store_output(StreamedGated{});
     } else {
-      store_output(std::false_type{}, kGated);
+      store_output(Gated{});
     }
   };
   if (stats.in_range) {
-    const auto store_output = [&](auto count, int k, auto streaming, auto has_differences) {
-      normalize<Threads, count, false, streaming, has_differences, false, T, X, W>(
-          p, first + k, values, chunks, stats.template rows<count>(k), /*row_scale=*/1, prefetch);
+    // Stores the output of `count` rows from row k on.
+    const auto store_output = [&](auto variant, auto count, int k) {
+      normalize<decltype(variant), Threads, count, T, X, W>(p, first + k, values, chunks, stats.template rows<count>(k),
+                                                            /*row_scale=*/1, prefetch);
     };
     constexpr Constant<kCount> kAll;
     constexpr Constant<min(kCount, kTwoRows)> kFew;
-    constexpr std::bool_constant<kMayStream> kStreaming;
-    constexpr std::bool_constant<kMayKeepDifferences<kPacks, T, X>> kDifferences;
     if (is_gated) {
       for (int k = 0; k < kCount; ++k) store_row(first + k, stats.template rows<1>(k), /*row_scale=*/1);
-    } else if (kMayStream && policy.streams) {
+    } else if (streams) {
       if (policy.outputs_together == 1) {
-        for (int k = 0; k < kCount; ++k) store_output(Constant<1>{}, k, kStreaming, std::false_type{});
+        for (int k = 0; k < kCount; ++k) store_output(Streamed{}, Constant<1>{}, k);
       } else {
-        store_output(kAll, 0, kStreaming, std::false_type{});
+        store_output(Streamed{}, kAll, 0);
       }
-    } else if (kMayKeepDifferences<kPacks, T, X> && stats.differences) {
-      store_output(kAll, 0, std::false_type{}, kDifferences);
+    } else if (kMayKeep && stats.differences) {
+      store_output(FromDifferences{}, kAll, 0);
     } else if (policy.outputs_together < kCount) {
-      for (int k = 0; k < kCount; k += kFew) store_output(kFew, k, std::false_type{}, std::false_type{});
+      for (int k = 0; k < kCount; k += kFew) store_output(PlainOutput{}, kFew, k);
     } else {
-      store_output(kAll, 0, std::false_type{}, std::false_type{});
+      store_output(PlainOutput{}, kAll, 0);
     }
     for (int k = 0; k < kCount; ++k) {
       if (mean) mean[k * p.mean.row_stride] = static_cast<Acc>(double(stats.center[k]) + stats.correction[k]);
       rstd[k * p.rstd.row_stride] = stats.rstd[k];
     }
-  } else if constexpr (kCount > 1) {
+  } else if constexpr (kCount > 1) {  // one of the rows is out of range: handles each alone
     for (int k = 0; k < kCount; ++k) {
-      const auto row = compute_statistics<Threads, 1, kPacks, false>(x + k * values.row_stride, 0, chunks, p.eps, p.rms,
+      const auto row = compute_statistics<Threads, 1, kPacks, false>(p, x + k * values.row_stride, 0, chunks,
                                                                      /*row_scale=*/1);
       store_rows<Threads, 1, kPacks, T, X, W>(p, policy, first + k, values, chunks, row);
     }
   } else {  // sums overflowed or squares underflowed, or the row holds NaN or infinity and will give NaN again
     const Acc row_scale = row_scale_for(stats.rstd[0], stats.center[0]);
-    const auto rescaled =
-        compute_statistics<Threads, 1, kPacks, true>(x, values.row_stride, chunks, p.eps, p.rms, row_scale);
+    const auto rescaled = compute_statistics<Threads, 1, kPacks, true>(p, x, values.row_stride, chunks, row_scale);
     store_row(first, rescaled, row_scale);
     if (mean) *mean = static_cast<Acc>((double(rescaled.center[0]) + rescaled.correction[0]) / row_scale);
     store_rstd(rstd, rescaled.rstd[0], row_scale, p.eps);
@@ -312,12 +343,12 @@ void forward_rows(const ForwardParams& p, const ForwardPolicy& policy, RowIndex 
   using Acc = AccOf<X>;
   constexpr bool kMayKeep = kMayKeepDifferences<kPacks, T, X>;
   const View& values = p.residual.data ? p.sum : p.input;
-  const bool keeps_differences = kMayKeep && kBatch <= policy.kept_rows;
+  const bool keeps_differences = kMayKeep && kBatch <= policy.kept_rows;  // between the statistics and the output
   alignas(kVectorBytes) Acc differences[kMayKeep ? kMaxDifferences : 1];
   Statistics<Acc, kCount> stats[kBatch / kCount];
   for (int k = 0; k < kBatch; k += kCount) {
     if (p.residual.data) {
-      // A NaN of an operand of another type than the sum may have lower bits that only the slower rounding handles.
+      // A NaN of an operand of another type than the sum may have lower bits that only the slower narrow() handles.
       constexpr bool kDiffers = !std::is_same_v<T, X>, kInputScaleDiffers = kDiffers || !std::is_same_v<T, W>;
       const auto add = [&](auto count, RowIndex row) {
         p.input_scale.data ? add_residual<Threads, count, kInputScaleDiffers, T, X, W>(p, row, chunks)
@@ -331,7 +362,7 @@ void forward_rows(const ForwardParams& p, const ForwardPolicy& policy, RowIndex 
     }
     const X* const x = row_of<const X>(values, first + k);
     const auto compute = [&](auto... to) {
-      stats[k / kCount] = compute_statistics<Threads, kCount, kPacks, false>(x, values.row_stride, chunks, p.eps, p.rms,
+      stats[k / kCount] = compute_statistics<Threads, kCount, kPacks, false>(p, x, values.row_stride, chunks,
                                                                              /*row_scale=*/1, to...);
     };
     keeps_differences ? compute(differences + k * padded_cols(p)) : compute();
@@ -365,7 +396,7 @@ template <class T, class X, class W>
   });
 }
 
-// Computes the products of the input and the activated gate.
+// Computes the products of the input and the activated gate, for the plain norm of a batch of rows.
 template <class T>
 void gate_rows(const ForwardParams& p, const Rows& rows, const View& products, const Prefetch& prefetch) {
   using Acc = AccOf<T>;
@@ -394,35 +425,37 @@ template <class T>
 void gate_first_forward(const ForwardParams& p) {
   using Acc = AccOf<T>;
   const Chunks chunks(p.cols, kChunk<Acc>);
-  const int64_t rows = p.samples * p.rows;
-  const GatedPolicy policy(p, rows, gated_forward_batch_rows(ArraySize(p, sizeof(Acc))), /*arrays=*/1);
-  ForwardParams norm = p;  // the plain norm of a batch
-  norm.samples = 1;
-  norm.rows = policy.batch_rows;
-  norm.activation = Activation::kNone;
-  ForwardPolicy norm_policy(norm, sizeof(Acc), sizeof(T));
-  // A batch is in the caches, but the arrays of the whole call may not be.
-  const ForwardPolicy whole(p, sizeof(T), sizeof(T));
-  norm_policy.streams = whole.streams;
-  const Prefetch prefetch = {whole.prefetch_single.rows_ahead, whole.prefetch_single.output && !whole.streams};
+  const int64_t all_rows = p.samples * p.rows;
+  const GatedPolicy policy(p, all_rows, gated_forward_batch_rows(ArraySize(p, sizeof(Acc))), /*arrays=*/1);
+  ForwardParams plain = p;  // the plain norm of a batch
+  plain.samples = 1;
+  plain.rows = policy.batch_rows;
+  plain.activation = Activation::kNone;
+  ForwardPolicy plain_policy(plain, sizeof(Acc), sizeof(T));
+  // The scratch rows are in the caches, but the arrays of the call may not be.
+  const ForwardPolicy call_policy(p, sizeof(T), sizeof(T));
+  plain_policy.streams = call_policy.streams;
+  const Prefetch prefetch = {call_policy.prefetch_single.rows_ahead,
+                             call_policy.prefetch_single.output && !call_policy.streams};
   Acc* const scratch = static_cast<Acc*>(p.allocator->allocate(policy.elements * static_cast<int64_t>(sizeof(Acc))));
-  parallel_for(policy.tasks, 1, [&](int64_t task, int64_t last) {
-    ForwardParams batch = norm;
+  parallel_for(policy.tasks, 1, [&](int64_t task, int64_t end_task) {
+    ForwardParams batch = plain;
     batch.input = {scratch + task * policy.task_elements, 0, policy.pitch, 1};
-    const auto handle_batch = [&](const Rows& from) {
-      const RowIndex parameter = {from.sample, 0};
-      batch.rows = from.count;
-      batch.output = rows_from<T>(p.output, from[0]);
+    const auto handle_batch = [&](const Rows& rows) {
+      const RowIndex parameter = {rows.sample, 0};
+      batch.rows = rows.count;
+      batch.output = rows_from<T>(p.output, rows[0]);
       batch.weight = rows_from<Acc>(p.weight, parameter);
       batch.bias = rows_from<Acc>(p.bias, parameter);
-      batch.mean = rows_from<Acc>(p.mean, from[0]);
-      batch.rstd = rows_from<Acc>(p.rstd, from[0]);
-      gate_rows<T>(p, from, batch.input, prefetch);
-      forward_on_thread<T, Acc, Acc>(batch, norm_policy, chunks, 0, batch.rows);
+      batch.mean = rows_from<Acc>(p.mean, rows[0]);
+      batch.rstd = rows_from<Acc>(p.rstd, rows[0]);
+      gate_rows<T>(p, rows, batch.input, prefetch);
+      forward_on_thread<T, Acc, Acc>(batch, plain_policy, chunks, 0, batch.rows);
     };
-    for_each_sample(p.rows, task * rows / policy.tasks, last * rows / policy.tasks, [&](const Rows& part) {
-      for (int64_t k = 0; k < part.count; k += policy.batch_rows) {
-        handle_batch(part.part(k, min(policy.batch_rows, part.count - k)));
+    const int64_t begin = task * all_rows / policy.tasks, end = end_task * all_rows / policy.tasks;
+    for_each_sample(p.rows, begin, end, [&](const Rows& rows) {
+      for (int64_t k = 0; k < rows.count; k += policy.batch_rows) {
+        handle_batch(rows.part(k, min(policy.batch_rows, rows.count - k)));
       }
     });
   });

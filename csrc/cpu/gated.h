@@ -38,7 +38,7 @@ template <class Acc>
   return activation == Activation::kSilu ? z * logistic.s : logistic.s;
 }
 
-// f(z) and f'(z).
+// The value f(z) and the derivative f'(z).
 template <class Acc>
 struct WithDerivative {
   WithDerivative(const Pack<Acc>& z, Activation activation) {
@@ -100,7 +100,7 @@ void load_gated_batch(const BackwardParams& p, const Rows& rows, const GatedBatc
   }
 }
 
-// The loop after those of the plain norm. c has the coefficients of the rows.
+// The loop after those of the plain norm: stores dx and dz. c has the coefficients of the rows (backward_loops.h).
 template <class T, bool gate_first, class Coefficients>
 void store_gated_batch(const BackwardParams& p, const Rows& rows, const GatedBatch& batch, const Coefficients& c) {
   using Acc = AccOf<T>;
@@ -116,7 +116,7 @@ void store_gated_batch(const BackwardParams& p, const Rows& rows, const GatedBat
     const Acc* const gate_factor = batch.gate_factor.row<const Acc>(0, k);
     T* const grad_input = row_of<T>(p.grad_input, row);
     T* const grad_gate = row_of<T>(p.grad_gate, row);
-    const Acc row_scale = c.row_scale()[k], mean = c.mean()[k], rstd = c.rescaled_rstd()[k],
+    const Acc row_scale = c.row_scale()[k], mean = c.scaled_mean()[k], rstd = c.scaled_rstd()[k],
               offset = c.minus_mean_xhat()[k];
     for_each_pack<Acc, 1>({0, p.cols}, [&](int, int64_t j, auto lanes) {
       if constexpr (gate_first) {

@@ -46,7 +46,8 @@ constexpr int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 constexpr int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The gradients of the parameters, in the order of their partial sums.
+// The gradients of the parameters, in the order of their partial sums. One that is not computed has no data, but the
+// sample_stride that it would have, so that the order of summation of the others does not depend on it.
 struct ParameterGradients {
   explicit ParameterGradients(const BackwardParams& p)
       : weight(p.grad_weight), bias(p.grad_bias), input_scale(p.grad_input_scale), count(input_scale.data ? 3 : 2) {}
@@ -56,16 +57,18 @@ struct ParameterGradients {
   bool all_per_sample() const { return is_per_sample(weight) && is_per_sample(bias) && is_per_sample(input_scale); }
 
   const View weight, bias, input_scale;
-  const int64_t count;  // of the arrays of partial sums in a buffer; the third is for an input_scale
+  const int64_t count;  // of the arrays of partial sums of a segment; the third is for an input_scale
 
  private:
   static bool is_per_sample(const View& gradient) { return !gradient.data || gradient.sample_stride; }
 };
+
 // Whether input_scale, or the input that it multiplies, has gradients.
 inline bool has_input_scale_gradients(const BackwardParams& p) {
   return p.grad_scaled_input.data || p.grad_input_scale.data;
 }
 
+// The columns rounded up to whole packs of any instruction set: the elements of an array of partial sums.
 inline int64_t padded_cols(const Params& p) { return ceil_div(p.cols, kMaxPackSize) * kMaxPackSize; }
 
 }  // namespace

@@ -50,22 +50,27 @@ inline __m128i to_half(Vec<float> v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_N
 inline void store_half(Half* p, Vec<float> v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_half(v)); }
 #else
 using HalfBits = typename VectorOf<uint16_t, kVectorBytes / 2>::type;
-// The exponent bias is 15 in fp16 and 127 in fp32: shift the bits into place and multiply by 2^112, which is also right
-// for subnormal numbers. Infinity and NaN get the largest exponent instead.
+// The last bit of 1/2 in fp32 is 2^-24, the smallest fp16 number. So adding 1/2 rounds a number to a subnormal fp16
+// number, whose bits are then the last ones of the sum.
+inline Vec<float> one_half() { return 0.5f - Vec<float>{}; }
+// The exponent bias is 15 in fp16 and 127 in fp32. Infinity and NaN get the largest exponent. A subnormal fp16 number
+// is normal in fp32, so no operand here is subnormal: the processor may read such operands as zero
+// (torch.set_flush_denormal).
 inline Vec<float> load_half(const Half* p) {
   HalfBits v;
   std::memcpy(&v, p, sizeof(v));
   const Words bits = __builtin_convertvector(v, Words);
-  const Words sign = (bits & 0x8000) << 16, magnitude = (bits & 0x7fff) << 13;
-  const Words finite = bits_of(from_bits(magnitude) * 0x1p112f);
-  return from_bits(sign | (magnitude >= 0x7c00u << 13 ? magnitude | 0x7f800000u : finite));
+  const Words sign = (bits & 0x8000) << 16, magnitude = bits & 0x7fff;
+  const Words subnormal = bits_of(from_bits(bits_of(one_half()) + magnitude) - one_half());
+  const Words normal = (magnitude << 13) + (112u << 23), not_finite = (magnitude << 13) | 0x7f800000u;
+  Words result = magnitude < 0x400u ? subnormal : normal;
+  result = magnitude >= 0x7c00u ? not_finite : result;
+  return from_bits(sign | result);
 }
 inline void store_half(Half* p, Vec<float> v) {
   const Words sign = (bits_of(v) >> 16) & 0x8000, magnitude = bits_of(v) & 0x7fffffff;
   const Words normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-  // The last bit of 1/2 in fp32 is the smallest fp16 number, so adding 1/2 rounds a subnormal number.
-  const Vec<float> half = 0.5f - Vec<float>{};
-  const Words subnormal = bits_of(from_bits(magnitude) + half) - bits_of(half);
+  const Words subnormal = bits_of(from_bits(magnitude) + one_half()) - bits_of(one_half());
   const Words infinity = Words{} + 0x7c00, quiet_nan = Words{} + 0x7e00;
   Words result = magnitude < (113u << 23) ? subnormal : normal;
   result = magnitude >= (143u << 23) ? infinity : result;

@@ -17,7 +17,7 @@ struct Elements {
   using BFloat16 = cpu::BFloat16;
 };
 
-// Calls f with each of the flags as a std::bool_constant.
+// Calls f with each of the flags as a std::bool_constant, from which f makes template arguments.
 template <class F>
 void dispatch_flags(const F& f) {
   f();
@@ -43,7 +43,7 @@ struct Rows {
 
   // The k-th of these rows.
   RowIndex operator[](int64_t k) const { return {sample, first + k}; }
-  // `n` of these rows, from row first + k on.
+  // `n` of these rows, from the k-th on.
   Rows part(int64_t k, int64_t n) const { return {sample, first + k, n}; }
 };
 
@@ -70,9 +70,10 @@ T* parameter_of(const View& parameter, RowIndex index) {
 template <class F>
 void for_each_sample(int64_t rows, int64_t begin, int64_t end, const F& f) {
   while (begin < end) {
-    const Rows part = {begin / rows, begin % rows, min(end - begin, rows - begin % rows)};
-    f(part);
-    begin += part.count;
+    const int64_t first = begin % rows;
+    const Rows rows_of_sample = {begin / rows, first, min(end - begin, rows - first)};
+    f(rows_of_sample);
+    begin += rows_of_sample.count;
   }
 }
 

@@ -42,17 +42,18 @@ void store_parameter_gradients(const BackwardParams& p, const AccOf<X>* partials
   const int64_t tiles = ceil_div(p.cols, kMaxPackSize), pitch = gradients.count * padded_cols(p);
   const int64_t tile_elements = gradients.count * segments / samples * kMaxPackSize;
   parallel_for(samples * tiles, grain(tile_elements), [&](int64_t begin, int64_t end) {
-    for_each_sample(tiles, begin, end, [&](const Rows& part) {  // the rows are tiles
-      const int64_t first_column = part.first * kMaxPackSize;
-      const Columns columns = {first_column, min(p.cols - first_column, part.count * kMaxPackSize)};
+    for_each_sample(tiles, begin, end, [&](const Rows& rows) {  // of [samples, tiles]: a tile counts as a row
+      const int64_t first_column = rows.first * kMaxPackSize;
+      const Columns columns = {first_column, min(p.cols - first_column, rows.count * kMaxPackSize)};
       const View* const in_order[] = {&gradients.weight, &gradients.bias, &gradients.input_scale};
       const auto* sums = partials;
       for (const View* gradient : in_order) {
-        const int64_t count = gradient->sample_stride ? segments / samples : segments;
-        // A gradient that all samples share is stored with those of sample 0.
-        if (gradient->data && part.sample * count < segments) {
-          store_totals(PartialSums<X>{sums + part.sample * count * pitch, pitch, count}, columns,
-                       gradient->row<W>(part.sample, 0));
+        // A gradient that all samples share is the total of all segments, and is stored with those of sample 0.
+        const bool is_per_sample = gradient->sample_stride != 0;
+        const int64_t count = is_per_sample ? segments / samples : segments;
+        if (gradient->data && (is_per_sample || rows.sample == 0)) {
+          store_totals(PartialSums<X>{sums + rows.sample * count * pitch, pitch, count}, columns,
+                       gradient->row<W>(rows.sample, 0));
         }
         sums += padded_cols(p);
       }

@@ -1,7 +1,7 @@
 // All tuned choices of the CPU kernels: thresholds, and how many rows, columns or pixels the loops handle at a time. A
-// policy is computed once per call, from the arrays (which of them there are, rows, columns, dtypes, alignment) and the
-// threads; the kernels follow it. A batch is some rows whose sums are computed before the loop that stores their
-// results.
+// policy is computed once per call, from the number of threads and from the arrays of the call: which of them exist,
+// their rows, columns, dtypes and alignment. A batch is some rows whose sums are computed before the loop that stores
+// their results.
 //
 // The choices of the first section, and the rows of a batch in backward where kSumRows is no multiple of them,
 // determine the order of summation and thereby the bits of the results, so they do not depend on the number of threads.
@@ -33,7 +33,7 @@ struct ArraySize {
   }
   bool is_in_memory() const { return bytes > int64_t{1} << 23; }  // smaller arrays are taken to be in the caches
 
-  int64_t rows, element_bytes, row_bytes, bytes;
+  int64_t rows, element_bytes, row_bytes, bytes;  // `rows` of all samples; `bytes` of the array
 };
 
 // ---- the order of summation -----------------------------------------------------------------------------------------
@@ -93,9 +93,9 @@ struct Segments {
 };
 
 // Images are divided into tiles of adjacent pixels. All channels of a tile fit into the second-level cache, and each
-// channel has at least a few cache lines of pixels. The weight gradients of a segment, that is, of some tiles, have
-// their own partial sums. Images of less than 32 pixels share a segment of about 32 pixels, so that partial sums stay
-// small beside the images, unless each image has its own parameters.
+// channel has at least a few cache lines of pixels. A segment is one tile, whose weight gradients have partial sums of
+// their own. But images of less than 32 pixels share a segment of about 32 pixels, because partial sums would be as
+// large as the images; not if each image has weight gradients of its own (sums_each_image).
 constexpr int64_t kMinTilePixels = 64, kMaxTilePixels = 256;
 struct PixelTiles {
   PixelTiles(const Params& p, int64_t element_bytes, bool sums_each_image)
@@ -127,7 +127,7 @@ inline int64_t grain(int64_t task_elements) { return ceil_div(kGrain, task_eleme
 // The same for segments. One is worth waking a thread for, even if it has a little less than kGrain.
 inline int64_t segment_grain(const Segments& segments, int64_t cols) { return max(1, kGrain / (segments.rows * cols)); }
 
-// The columns of a task of the gradients loop if the threads share the columns.
+// The columns of a task of backward's gradients loop if the threads share the columns.
 constexpr int64_t kTileCols = 1024;
 
 // Whether all threads share the sums of each row, because there are fewer rows than threads.
@@ -173,8 +173,8 @@ inline bool is_aligned(const View& array, int64_t element_bytes) {
 // KiB.
 inline int64_t rows_to_prefetch(const ArraySize& x, int64_t count) {
   const bool suits_hardware = x.row_bytes < 256 || (x.element_bytes > 2 && count == 1 && x.row_bytes <= 2048);
-  const bool is_far = count > 1 ? x.is_in_memory() : x.bytes > int64_t{1} << 21;
-  if (suits_hardware || !is_far || count * x.row_bytes > 32768) return 0;
+  const bool is_in_near_caches = count > 1 ? !x.is_in_memory() : x.bytes <= int64_t{1} << 21;
+  if (suits_hardware || is_in_near_caches || count * x.row_bytes > 32768) return 0;
   return max(count, ceil_div(4096, x.row_bytes));
 }
 
@@ -222,9 +222,9 @@ struct ForwardPolicy {
     // Streaming stores bypass the caches: the next reader of a smaller output would lose more than they gain. Short
     // rows gain nothing. Rows of 32- or 64-bit elements gain from 7 KiB on, and from 4 KiB on if a residual is added.
     const bool output_is_aligned = is_aligned(p.output, output_bytes);
-    const bool gains_early =
+    const bool gains_below_8_kib =
         output_bytes > 2 && !is_narrow && p.activation == Activation::kNone && (p.residual.data || y.row_bytes >= 7168);
-    streams = kHasStreamingStores && (y.is_long() || gains_early) && y.bytes >= int64_t{1} << 24 &&
+    streams = kHasStreamingStores && (y.is_long() || gains_below_8_kib) && y.bytes >= int64_t{1} << 24 &&
               (output_is_aligned || can_stream_single(p, y));
     outputs_together = streams && !output_is_aligned ? 1 : rows_together;
     // Rows of 4 KiB of float16 are as fast four together.
@@ -240,7 +240,7 @@ struct ForwardPolicy {
   int64_t residuals_together;  // the rows to which the residual is added together
   int64_t outputs_together;    // the rows whose outputs are stored together
   int64_t batch_rows;          // the rows whose statistics are computed before their outputs are stored
-  int64_t kept_rows;           // differences are kept if a batch has up to so many rows
+  int64_t kept_rows;           // the most rows of a batch that keeps its differences (kMayKeepDifferences)
   bool streams;                // whether the output is written with streaming stores
   Prefetch prefetch_together;  // for loops over several rows
   Prefetch prefetch_single;    // for loops over single rows
@@ -332,8 +332,8 @@ struct BackwardPolicy {
  private:
   void choose_rows(const ArraySize& x) {
     // In memory, rows of up to 8 KiB of 32- or 64-bit elements are read faster one by one, except the shortest. So are
-    // 16-bit rows of about 1 to 2 KiB. A row of less than 683 bytes must have the same batches in memory and in the
-    // caches, because kSumRows may be no multiple of its batch, which then determines the order of summation.
+    // 16-bit rows of about 1 to 2 KiB. A row of less than 683 bytes must have the same batches (below) in memory and
+    // in the caches: kSumRows may be no multiple of its batch, which then determines the order of summation.
     const bool is_16_bit = x.element_bytes == 2;
     const int64_t shortest = is_16_bit ? 1000 : 704;
     if (x.is_in_memory() && x.row_bytes >= shortest && x.row_bytes < (is_16_bit ? 2560 : 8192)) {
@@ -355,7 +355,7 @@ struct BackwardPolicy {
 // Backward of a gated norm, and forward if the gate is first, handle rows in batches, whose scratch rows in Acc stay in
 // the first-level cache.
 struct GatedPolicy {
-  // There are at most `most_tasks` tasks. A batch has `arrays` arrays of scratch rows.
+  // There are at most `most_tasks` tasks. A batch of `batch_rows` rows has scratch rows for `arrays` arrays.
   GatedPolicy(const Params& p, int64_t most_tasks, int64_t batch_rows, int64_t arrays)
       : tasks(max(1, min(min(most_tasks, num_threads()), p.samples * p.rows * p.cols / kGrain))),
         batch_rows(batch_rows),
@@ -366,13 +366,14 @@ struct GatedPolicy {
 
   int64_t tasks;           // each of which has its own scratch rows
   int64_t batch_rows;      // the most rows of a batch
-  int64_t pitch;           // from row to row; not a multiple of 4 KiB, see ArraySize::rows_collide()
-  int64_t array_elements;  // of an array of scratch rows
-  int64_t task_elements;   // of all arrays of a task
-  int64_t elements;        // of all tasks
+  int64_t pitch;           // from scratch row to scratch row; not a multiple of 4 KiB, see ArraySize::rows_collide()
+  int64_t array_elements;  // of one array's scratch rows
+  int64_t task_elements;   // of all scratch rows of a task
+  int64_t elements;        // of all scratch rows
 };
 
-// The rows of a batch if the gate is first, in forward: as many as 16 KiB hold, and whole batches of the plain norm.
+// The rows of a batch in forward if the gate is first: as many as 16 KiB hold, in multiples of the rows that the plain
+// norm handles together.
 inline int64_t gated_forward_batch_rows(const ArraySize& x) {
   const int64_t rows = 16384 / x.row_bytes;
   return rows >= kForwardBatchRows ? min(rows / kForwardBatchRows, 4) * kForwardBatchRows

@@ -119,6 +119,23 @@ def test_nan_parameters_give_nan(backend):
     assert backend.forward(x, (64,), None, -nan, 1e-5)[0].isnan().all()
 
 
+@rows_and_images
+def test_flushing_subnormal_numbers_keeps_those_of_float16(backend, run):
+    """They are normal numbers in float32, and torch's own conversions keep them."""
+    if backend.name != "cpu":
+        pytest.skip("torch.set_flush_denormal concerns the CPU's arithmetic")
+    x, w, b = (randn(shape, F64) * 2.0**-16 for shape in ((3, 100), 100, 100))
+    x, w, b = (t.to(F16) for t in (x, w, b))
+    expected = run(backend, x, x, w, b, 0.0)
+    try:
+        assert torch.set_flush_denormal(True)
+        results = run(backend, x, x, w, b, 0.0)
+    finally:
+        torch.set_flush_denormal(False)
+    assert ((x != 0) & (x.abs() < torch.finfo(F16).smallest_normal)).any()
+    assert_same_bits(results, expected)
+
+
 @pytest.mark.parametrize("dtypes", DTYPES_16_BIT, ids=dtypes_id)
 @pytest.mark.parametrize("cols", [5, 64, 100, 1000])
 @rows_and_images

@@ -23,7 +23,7 @@ FILES = [str(TESTS / f"test_{name}.py") for name in ("bits", "forward", "backwar
 # of NaN, of rounding, of promised errors and of writes outside of results run with all dtypes. The tests that are left
 # out concern the host's code, or loops that are the same for each set; test_bits.py runs every member of the family.
 SELECTED = (
-    "(fp64 or fp16-fp32 or bf16-fp32 or nan or round or recorded or outside or equal_terms)"
+    "(fp64 or fp16-fp32 or bf16-fp32 or nan or round or recorded or outside or equal_terms or flushing)"
     " and not (numbers_of_rows or large_means or mask or threads or layout or other_dtypes or empty or samples"
     " or variants or residual or weights or from_the_output or million)"
     " and not ((address or large) and (fp64 or fp16))"

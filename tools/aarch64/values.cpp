@@ -66,7 +66,7 @@ void fill(Array& array, int exponent) {
 }
 
 struct Case : Params {
-  bool per_sample, has_weight, has_bias, has_residual, has_gate, has_scale, memory_efficient;
+  bool per_sample, has_weight, has_bias, has_residual, has_gate, has_input_scale, memory_efficient;
   int exponent;  // of the input: a power of two
 };
 
@@ -92,7 +92,7 @@ uint64_t hash_of_results(const Case& k) {
   forward.weight = input(k.has_weight, parameter());
   forward.bias = input(k.has_bias, parameter());
   forward.gate = input(k.has_gate, matrix(k.dtype));
-  forward.input_scale = input(k.has_scale, parameter());
+  forward.input_scale = input(k.has_input_scale, parameter());
   forward.mean = result(!k.rms, statistic());
   forward.rstd = result(true, statistic());
   forward.sum = result(k.has_residual, matrix(k.sum_dtype));
@@ -111,10 +111,10 @@ uint64_t hash_of_results(const Case& k) {
   backward.grad_input = result(true, matrix(k.sum_dtype));
   backward.grad_weight = result(k.has_weight, parameter());
   backward.grad_bias = result(k.has_bias, parameter());
-  if (k.has_scale) backward.scaled_input = forward.input;
-  backward.grad_scaled_input = result(k.has_scale, matrix(k.dtype));
+  if (k.has_input_scale) backward.scaled_input = forward.input;
+  backward.grad_scaled_input = result(k.has_input_scale, matrix(k.dtype));
   backward.grad_gate = result(k.has_gate, matrix(k.dtype));
-  backward.grad_input_scale = result(k.has_scale, parameter());
+  backward.grad_input_scale = result(k.has_input_scale, parameter());
   cpu::backward(backward);
   uint64_t hash = 0xcbf29ce484222325;  // FNV-1a, of all bytes
   for (const Array& array : results) {
@@ -163,10 +163,10 @@ int main() {
       }
       for (int flags = 0; flags < 16 && shape < kFirstImage; ++flags) {
         Case k = make_case(flags);
-        k.has_residual = k.has_scale = true;
+        k.has_residual = k.has_input_scale = true;
         print(k, flags, ", scaled input");
         if (dtype != sum_dtype || param_dtype != accumulate_dtype(dtype)) continue;
-        k.has_residual = k.has_scale = false;
+        k.has_residual = k.has_input_scale = false;
         k.has_gate = true;
         for (const bool gate_first : {false, true}) {
           for (const Activation activation : {Activation::kSilu, Activation::kSigmoid}) {
