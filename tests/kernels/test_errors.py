@@ -269,10 +269,11 @@ def test_eps_with_a_default_must_be_a_number(norm):
 
 
 @pytest.mark.parametrize("name", [name for name in layernorm_ext.__all__ if name.startswith("add_")])
-def test_a_residual_must_be_a_tensor(name):
+@pytest.mark.parametrize("inplace", [False, None], ids=repr)
+def test_a_residual_must_be_a_tensor(name, inplace):
     function = getattr(layernorm_ext, name)
     message = "argument 'residual'.* must be Tensor, not NoneType"
-    assert_refused_in_every_mode(lambda x: function(x, None, (4,)), message)
+    assert_refused_in_every_mode(lambda x: function(x, None, (4,), inplace=inplace), message)
 
 
 @pytest.mark.parametrize("inplace", [1, None], ids=repr)
