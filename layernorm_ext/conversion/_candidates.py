@@ -128,6 +128,7 @@ def choose(module: Module, cached: dict[Hashable, Choice | SkippedError]) -> Cho
                 torch.inference_mode(False),
                 torch.enable_grad(),
                 torch.autocast("cpu", enabled=False),
+                torch.random.fork_rng(devices=()),
                 warnings.catch_warnings(action="ignore"),  # torch's RMSNorm warns of dtypes without a fused kernel
             ):
                 cached[key] = _first_equal_candidate(module)
@@ -278,7 +279,7 @@ def _shape(module: Any, weight_name: str, weight: torch.Tensor | None) -> tuple[
 
 
 def _rms_and_layer_norm_eps(module: Any, shape: tuple[int, ...]) -> tuple[float | None, float | None]:
-    """Return eps, or what it may be if no attribute says so: as an RMSNorm, and as a LayerNorm."""
+    """Return the eps that a module has if it is an RMSNorm, and if it is a LayerNorm; usual ones if it names none."""
     for name in _EPS:
         if hasattr(module, name):
             eps = getattr(module, name)

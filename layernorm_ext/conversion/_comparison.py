@@ -149,7 +149,7 @@ class Comparison:
         return [self._results(forward, *arguments, **options) for forward in (self.original, self.spec.compute)]
 
     def difference(self) -> str | None:
-        """Return how the results differ, if they do; otherwise, ``norm`` has the output dtypes of the module."""
+        """Return how the results differ, if they do; otherwise, ``self.spec`` gets the output dtypes of the module."""
         return self._compare_sizes() or self._compare_large_numbers() or self._compare_dtypes()
 
     def _compare_sizes(self) -> str | None:
@@ -248,15 +248,20 @@ def _random_gate(x: Tensor, scale: Tensor | float) -> Tensor:
 
 
 def _copy_with(module: Module, parameters: dict[str, Tensor], others: dict[str, Any]) -> Module:
-    """Return a copy of a module with other parameters and attributes, whose forward leaves the module as it is."""
+    """Return a copy of a module with other parameters, buffers and attributes, which shares no state with it."""
     copied: Any = object.__new__(type(module))
     for name, value in vars(module).items():
         # Tools for sharding replace _parameters by other classes, or keep parameters as attributes.
         if name not in parameters:
             vars(copied)[name] = copy(value) if type(value) in _CONTAINERS else value
-    buffers = {name: buffer if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
+    buffers = {name: buffer if buffer is None else _other_buffer(buffer) for name, buffer in module._buffers.items()}
     vars(copied).update(others, _parameters=dict.fromkeys(module._parameters) | parameters, _buffers=buffers)
     return copied
+
+
+def _other_buffer(buffer: Tensor) -> Tensor:
+    """Return a copy of a buffer, with other floating numbers, on which no output of a norm depends."""
+    return buffer + 1 if buffer.is_floating_point() else buffer.clone()
 
 
 def shortened(error: object) -> str:
