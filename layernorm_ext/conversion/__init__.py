@@ -47,10 +47,10 @@ def convert(model: Module) -> ConversionReport:
     computes the same as its replacement. The layers of Hugging Face, also in remote code, diffusers, timm and many
     other packages are registered; :func:`register_conversion` adds others. To compare them, both layers get the same
     random rows and parameters, and changed buffers, in float64 on the CPU or in the widest dtypes that the module
-    accepts. Outputs and gradients of size 1 may differ by 1e-5. For every pair of floating dtypes of input and parameters that the module
-    accepts, the outputs may differ by a few roundings, and the replacement returns the module's output dtype. Equal
-    layers are compared once. Other normalization layers, and layers that raise errors, are skipped and reported
-    with the reason.
+    accepts. Outputs and gradients of size 1 may differ by 1e-5. For every pair of floating dtypes of input and
+    parameters that the module accepts, the outputs may differ by a few roundings, and the replacement returns the
+    module's output dtype. Equal layers are compared once. Other normalization layers, and layers that raise errors, are
+    skipped and reported with the reason.
 
     The module object stays and its class changes, as in torch's lazy modules. This keeps its parameters, hooks, dtype,
     device, mode, name in the ``state_dict`` and all references to it. Torch's own layers become :class:`LayerNorm` and
