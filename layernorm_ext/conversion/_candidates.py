@@ -229,7 +229,7 @@ def _candidates(module: Any) -> Iterator[Module]:
         if len(shape) == 1:
             classes.append((shape[0], RMSNorm2d, LayerNorm2d, {}))
     all_rms_eps = [rms_eps]
-    if rms_eps is None and type(module) not in TORCH_REPLACEMENTS:  # some compute in float32 for all inputs
+    if rms_eps is None and type(module) not in TORCH_REPLACEMENTS:  # some always take the eps of float32
         all_rms_eps.append(torch.finfo(torch.float32).eps)
     for size, rms_norm, layer_norm, others in classes:
         for zero_centered in (False,) if weight is None else (False, True):
