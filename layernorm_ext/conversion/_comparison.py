@@ -155,7 +155,7 @@ class Comparison:
     def _compare_sizes(self) -> str | None:
         """Compare outputs and gradients for all sizes and, for one size, in the other mode."""
         dtype, parameter_dtype, _ = self.dtypes
-        gates = (dtype, None) if self.has_gate else (None,)  # some layers need a gate, while ours are then plain norms
+        gates = (dtype, None) if self.has_gate else (None,)  # without one, some layers raise an error
         is_training = self.module.training
         modes = {"": is_training, f" in {'eval' if is_training else 'training'} mode": not is_training}
         for (mode, training), size, gate in itertools.product(modes.items(), self.sizes, gates):
@@ -164,7 +164,7 @@ class Comparison:
             dtypes = dtype, parameter_dtype, gate
             theirs, mine = self._results_of_both(dtypes, *self._input_and_gradient(size), training=training)
             if isinstance(theirs, Exception):
-                # Replacements for images take input of any rank, and gated ones also no gate.
+                # Replacements for images take input of any rank, and gated ones are plain norms without a gate.
                 takes_more = isinstance(self.ours, (LayerNorm2d, RMSNorm2d)) or (self.has_gate and gate is None)
                 if not isinstance(mine, Exception) and not takes_more:
                     return f"input of size{list(size)} raises {shortened(theirs)}{mode}"
