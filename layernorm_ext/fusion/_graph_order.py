@@ -67,7 +67,7 @@ def may_share_storage(a: Node, b: Node) -> bool:
 # Names of functions that write, or that change a mode such as the grad mode.
 _IN_PLACE = re.compile(r"(?<!_)_$|^__|(^|_)(set|enter|exit|seed)(_|$)")
 _MODE = re.compile(r"(^|_)(set|enter|exit)(_|$)")
-# These write running statistics, which neither their names nor aten's schemas show.
+# Functions with these names write running statistics, which aten's schemas do not show.
 _STATISTICS = re.compile("(batch|instance)_norm|^_?sync_batch")
 _KNOWN_MODULES = {"torch", "torch._C", "torch._C._nn", "torch._C._special", "torch._C._linalg", "torch._C._fft"}
 _KNOWN_MODULES |= {"torch.functional", "torch.nn.functional", "torch._jit_internal", "_operator", "math"}
