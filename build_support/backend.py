@@ -15,6 +15,8 @@ from . import BuildError, check_system, target_torch
 
 
 def _requiring_torch(hook):
+    """Return a PEP 517 hook that also requires torch for the build, unless the target environment has it."""
+
     @functools.wraps(hook)
     def get_requires(*args, **kwargs):
         check_system()
@@ -25,6 +27,8 @@ def _requiring_torch(hook):
 
 
 def _with_torch(hook):
+    """Return a PEP 517 hook that can import torch, or ends the build if there is none."""
+
     @functools.wraps(hook)
     def build(*args, **kwargs):
         check_system()

@@ -161,7 +161,7 @@ def _write_kernel_sources(folder: Path) -> dict[str, list[str]]:
         for source in map(Path, KERNEL_SOURCES):
             written = folder / "kernels" / capability / source.name
             text = f'#define CPU_CAPABILITY {capability}\n#include "{source.resolve()}"\n'
-            if not written.exists() or written.read_text() != text:  # a new time would compile it again
+            if not written.exists() or written.read_text() != text:  # ninja compiles new files again
                 written.parent.mkdir(parents=True, exist_ok=True)
                 written.write_text(text)
             # Images on CPUs without AVX2 get small code: 0.2 MB less.

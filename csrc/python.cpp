@@ -97,6 +97,7 @@ PyObject* norm(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* key
   PyObject* values[kArguments] = {};
   c10::SymDimVector normalized_shape;
   layernorm::Options options;
+  bool inplace = false;
   const auto has = [&](Argument a) { return values[a] && values[a] != Py_None; };
   const auto is_tensor_or_none = [&](Argument a) { return !has(a) || is_tensor(values[a]); };
   const auto has_required = [&] { return std::find(values, values + kResidual, nullptr) == values + kResidual; };
@@ -104,14 +105,13 @@ PyObject* norm(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* key
     PyObject* const* value = values + kFirstOption;
     return std::apply([&](auto&... option) { return (read_option(*value++, option) && ...); }, options.fields());
   };
-  const auto has_valid_inplace = [&] {  // only functions that add a residual have this option
-    return has(kResidual) ? !values[kInplace] || PyBool_Check(values[kInplace]) : !has(kInplace);
-  };
+  // Only functions that add a residual pass one, which is not optional.
+  const auto is_tensor_or_absent = [&](Argument a) { return !values[a] || is_tensor(values[a]); };
   const bool is_usual = read_arguments(args, count, keywords, values) && has_required() && is_tensor(values[kInput]) &&
                         read_sizes(values[kNormalizedShape], normalized_shape) && PyFloat_CheckExact(values[kEps]) &&
-                        is_tensor_or_none(kWeight) && is_tensor_or_none(kBias) && is_tensor_or_none(kResidual) &&
+                        is_tensor_or_none(kWeight) && is_tensor_or_none(kBias) && is_tensor_or_absent(kResidual) &&
                         is_tensor_or_none(kGate) && is_tensor_or_none(kInputScale) && read_options() &&
-                        has_valid_inplace() && !at::impl::torch_function_mode_enabled() &&
+                        read_option(values[kInplace], inplace) && !at::impl::torch_function_mode_enabled() &&
                         !at::tracer::impl::is_dispatch_enabled() && !c10::impl::TorchDispatchModeTLS::any_modes_set();
   if (!is_usual || THPVariable_Unpack(values[kInput]).is_nested()) {
     const pybind11::object in_python = pybind11::module_::import("layernorm_ext._calls").attr("norm");
@@ -128,8 +128,8 @@ PyObject* norm(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* key
   layernorm::ForwardOutputs outputs;
   {
     const pybind11::gil_scoped_release no_gil;
-    outputs = layernorm::call_forward({input, normalized_shape, weight, bias, eps, options, residual, gate, input_scale,
-                                       /*inplace=*/values[kInplace] == Py_True});
+    outputs = layernorm::call_forward(
+        {input, normalized_shape, weight, bias, eps, options, residual, gate, input_scale, inplace});
   }
   if (!residual) return THPVariable_Wrap(std::move(outputs.output));
   return pybind11::make_tuple(std::move(outputs.output), std::move(outputs.sum)).release().ptr();

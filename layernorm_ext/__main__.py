@@ -135,9 +135,9 @@ def forward_and_backward(function: LayerNorm, x: Tensor, w: Tensor, b: Tensor, d
 
 
 def reference(x: Tensor, w: Tensor, b: Tensor, dy: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Compute the quantities in float64, each with the size of its terms, to which its error is relative.
+    """Compute the quantities in float64, each with the magnitudes of its terms added up, which scale its error bound.
 
-    An error of xhat, relative to 1 + |xhat|, enters all terms with xhat.
+    The magnitude of the normalized value xhat counts as 1 + |xhat|, because its error is relative to that.
     """
     centered = x - x.mean(1, keepdim=True)
     rstd = 1 / (centered.square().mean(1, keepdim=True) + EPS).sqrt()

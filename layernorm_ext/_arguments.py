@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from operator import index
 from typing import Any
@@ -22,10 +22,9 @@ def describe_name(argument: str, zero_centered_weight: bool) -> str:
     return f"{argument} ({_PUBLIC_NAMES[argument]})" if may_differ else argument
 
 
-def check_types(
-    name: str, tensors: Mapping[str, Any], required: Iterable[str], flags: Mapping[str, Any], num_groups: Any
-) -> None:
+def check_types(name: str, tensors: Mapping[str, Any], flags: Mapping[str, Any], num_groups: Any) -> None:
     """Raise torch's error if an argument of the public function called ``name`` has a wrong type."""
+    required = ("input", "residual") if name.startswith("add_") else ("input",)
     for argument, tensor in tensors.items():
         if not isinstance(tensor, Tensor) and (argument in required or tensor is not None):
             raise _type_error(name, argument, "Tensor", tensor)

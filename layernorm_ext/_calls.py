@@ -58,7 +58,7 @@ def norm(
     residual: Tensor | None = None,
     gate: Tensor | None = None,
     input_scale: Tensor | None = None,
-    inplace: bool | None = None,
+    inplace: bool = False,
     rms: bool = False,
     zero_centered_weight: bool = False,
     memory_efficient: bool = False,
@@ -69,17 +69,15 @@ def norm(
 ) -> Any:
     """Compute the public function called ``name``. The other arguments are the operators', so that a scale is a weight.
 
-    ``normalized_shape`` is empty for images, and ``inplace`` is None for functions without a residual. The public
-    functions call the C++ function of this name and signature (csrc/python.cpp), which calls this one for nested
-    tensors and other unusual arguments, and while a tracer records operators.
+    ``normalized_shape`` is empty for images. The public functions call the C++ function of this name and signature
+    (csrc/python.cpp), which calls this one for nested tensors and other unusual arguments, and while a tracer records
+    operators.
     """
     tensors: dict[str, Any] = {"residual": residual, "weight": weight, "bias": bias, "gate": gate}
     tensors["input_scale"] = input_scale
     flags = {"rms": rms, "zero_centered_weight": zero_centered_weight, "images": images, "sigmoid": sigmoid}
     flags |= {"memory_efficient": memory_efficient, "gate_first": gate_first}
-    required = ("input", "residual") if name.startswith("add_") else ("input",)
-    checked_flags: dict[str, Any] = flags | {"inplace": inplace} if "residual" in required else flags
-    check_types(name, {"input": input, **tensors}, required, checked_flags, num_groups)
+    check_types(name, {"input": input, **tensors}, flags | {"inplace": inplace}, num_groups)
     normalized_shape, eps = as_numbers(name, normalized_shape, eps)
     # A default that a graph passes to the operator would cost time in each call.
     options: dict[str, Any] = {flag: True for flag, value in flags.items() if value}
@@ -87,7 +85,7 @@ def norm(
         options["num_groups"] = num_groups
 
     if input.is_nested and not images:
-        return norm_nested(partial(norm, name), input, normalized_shape, eps, tensors, inplace=bool(inplace), **options)
+        return norm_nested(partial(norm, name), input, normalized_shape, eps, tensors, inplace=inplace, **options)
     if images:
         normalized_shape = () if input.is_nested else input.shape[1:2]
     normalized_shape = tracing.constant_sizes(normalized_shape)
@@ -95,7 +93,7 @@ def norm(
     # Without this check, the dispatcher would refuse nested tensors with an error that names no argument.
     if records_aten or has_nested(input, *tensors.values()):
         tracing.check(input, normalized_shape, **tensors, **options)
-    options["inplace"] = bool(inplace)
+    options["inplace"] = inplace
     function = tracing.norm if records_aten else _call_operator
     output, total = function(input, normalized_shape, eps, **tensors, **options)
     return output if residual is None else (output, total)

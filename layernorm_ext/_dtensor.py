@@ -61,7 +61,7 @@ def _parameter(parameter: DTensorSpec | None, normalized_dims: int, images: bool
     if parameter is None:
         return None
     dim, batch_dims = getattr(batch, "dim", 0), parameter.ndim - normalized_dims
-    end = batch_dims + 1 if images else batch_dims  # batch dimensions 0 and 2 up to this one
+    end = batch_dims + 1 if images else batch_dims  # in images, dimension 1 is normalized, between batch dimensions
     is_per_sample = batch_dims > 0 and dim < end and parameter.shape[dim] != 1
     return batch if is_per_sample else Replicate()
 
@@ -122,8 +122,9 @@ def _backward(
         w, b, scale = (_parameter(parameter, dims, images, batch) for parameter in (weight, bias, input_scale))
         summed = Replicate() if batch.is_replicate() else Partial()
 
-        def gradient(of: Placement | None, batch: Placement = batch, summed: Placement = summed) -> Placement:
-            return batch if of == batch else summed
+        def gradient(parameter: Placement | None, batch: Placement = batch, summed: Placement = summed) -> Placement:
+            """Return the parameter's placement if it is sharded, else that of a sum over the rows of all shards."""
+            return batch if parameter == batch else summed
 
         # A weight or bias that is absent although its gradient is wanted has the shape of the other one.
         gradients = [batch, gradient(w or b), gradient(b or w), _if_given(gate, batch)]

@@ -364,16 +364,23 @@ class LazyLayerNorm(LazyModuleMixin, LayerNorm):
                 f"Expected an input of at least dimensions={self.dimensions} dimensions, but got input of size"
                 f"{list(input.shape)}"
             )
-        self.normalized_shape = tuple(input.shape[-self.dimensions :])
+        shape = tuple(input.shape[-self.dimensions :])
+        loaded = {n: p.clone() for n, p in self.named_parameters() if not isinstance(p, UninitializedParameter)}
+        for name, value in loaded.items():
+            if value.shape != shape:
+                raise RuntimeError(
+                    f"Expected {name} to be of same shape as normalized_shape, but got {name} of shape "
+                    f"{list(value.shape)} and normalized_shape = {list(shape)}"
+                )
+        self.normalized_shape = shape
         if self.has_uninitialized_params():
             with torch.no_grad():
-                loaded = [(p, p.clone()) for p in self.parameters() if not isinstance(p, UninitializedParameter)]
                 for parameter in self.parameters():
                     if isinstance(parameter, UninitializedParameter):
-                        parameter.materialize(self.normalized_shape)
+                        parameter.materialize(shape)
                 self.reset_parameters()
-                for parameter, value in loaded:
-                    parameter.copy_(value)
+                for name, value in loaded.items():
+                    self.get_parameter(name).copy_(value)
         del self.dimensions
 
     def extra_repr(self) -> str:

@@ -99,8 +99,6 @@ class AddLayerNorm(TakesSeveralInputs, LayerNorm):
         torch.Size([2, 3, 8])
     """
 
-    __constants__ = [*LayerNorm.__constants__, "inplace", "residual_in_fp32"]
-
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -159,8 +157,6 @@ class AddRMSNorm(TakesSeveralInputs, RMSNorm):
     are those of :class:`RMSNorm`, the other arguments and the shapes those of :class:`AddLayerNorm`. Source: Zhang and
     Sennrich, `Root Mean Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
-
-    __constants__ = [*RMSNorm.__constants__, "inplace", "residual_in_fp32"]
 
     def __init__(
         self,
@@ -222,9 +218,6 @@ class AdaLayerNorm(TakesSeveralInputs):
         torch.Size([2, 3, 8])
     """
 
-    __constants__ = ["eps", "normalized_shape"]
-    normalized_shape: tuple[int, ...]
-
     def __init__(self, normalized_shape: int | Sequence[int], eps: float = 1e-6):
         """Keep the arguments."""
         super().__init__()
@@ -285,8 +278,6 @@ class AddAdaLayerNorm(AdaLayerNorm):
         >>> output.shape
         torch.Size([2, 3, 8])
     """
-
-    __constants__ = [*AdaLayerNorm.__constants__, "inplace"]
 
     def __init__(self, normalized_shape: int | Sequence[int], eps: float = 1e-6, *, inplace: bool = False):
         """Keep the arguments."""
@@ -375,8 +366,6 @@ class GatedLayerNorm(TakesSeveralInputs, LayerNorm):
         torch.Size([2, 3, 8])
     """
 
-    __constants__ = [*LayerNorm.__constants__, "activation", "gate_first", "num_groups"]
-
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -432,8 +421,6 @@ class GatedRMSNorm(TakesSeveralInputs, RMSNorm):
         >>> norm(x, gate).shape
         torch.Size([2, 3, 8])
     """
-
-    __constants__ = [*RMSNorm.__constants__, "activation", "gate_first", "num_groups"]
 
     def __init__(
         self,

@@ -182,7 +182,7 @@ def _norm_rows(
 
     The result is in the accumulation dtype, unless all arguments have 16 bits and one function of torch computes it.
     """
-    # torch's functions take neither parameters with batch dimensions nor a bias of RMSNorm. Those follow the norm.
+    # torch's functions take neither parameters with batch dimensions nor a bias of RMSNorm: apply these afterwards.
     dims, parameters = len(normalized_shape), [parameter for parameter in (weight, bias) if parameter is not None]
     affine_follows = (rms and bias is not None) or any(parameter.dim() > dims for parameter in parameters)
     # torch's kernels for some devices require equal dtypes. After these conversions the output is still rounded once.
@@ -233,18 +233,18 @@ def _as_rows(tensor: Tensor, input_dims: int, normalized_dims: int, images: bool
 
 def _memory_order(tensor: Tensor) -> list[int]:
     """Return the dimensions of ``torch.empty_like(tensor)``, the largest stride first, by torch's insertion sort."""
-    strides, order = tensor.stride(), list(reversed(range(tensor.dim())))
+    sizes, strides, order = tensor.shape, tensor.stride(), list(reversed(range(tensor.dim())))
     if not tensor.is_contiguous():  # otherwise comparisons of symbolic strides would restrict the sizes
         for i in range(1, tensor.dim()):
             position = i
             for j in reversed(range(i)):
-                inner, outer = strides[order[j]], strides[order[position]]
-                if inner == 0 or outer == 0:  # torch does not move expanded dimensions either
+                inner, outer = order[j], order[position]
+                if strides[inner] == 0 or strides[outer] == 0:  # torch does not move expanded dimensions either
                     continue
-                if inner < outer:
+                if strides[inner] < strides[outer]:
                     break
-                if inner > outer:
-                    order[j], order[position] = order[position], order[j]
+                if strides[inner] > strides[outer] or sizes[inner] > sizes[outer]:
+                    order[j], order[position] = outer, inner
                     position = j
     return order[::-1]
 

@@ -46,11 +46,11 @@ def convert(model: Module) -> ConversionReport:
     A module is replaced if its class is :class:`torch.nn.LayerNorm`, :class:`torch.nn.RMSNorm` or registered, and if it
     computes the same as its replacement. The layers of Hugging Face, also in remote code, diffusers, timm and many
     other packages are registered; :func:`register_conversion` adds others. To compare them, both layers get the same
-    random rows and parameters, in float64 on the CPU or in the widest dtypes that the module accepts. Outputs and
-    gradients of size 1 may differ by 1e-5. For every pair of floating dtypes of input and parameters that the module
-    accepts, the outputs may differ by a few roundings, and the replacement returns the module's output dtype. Equal
-    layers are compared once. Other normalization layers, and layers that raise errors, are skipped and reported
-    with the reason.
+    random rows and parameters, and changed buffers, in float64 on the CPU or in the widest dtypes that the module
+    accepts. Outputs and gradients of size 1 may differ by 1e-5. For every pair of floating dtypes of input and
+    parameters that the module accepts, the outputs may differ by a few roundings, and the replacement returns the
+    module's output dtype. Equal layers are compared once. Other normalization layers, and layers that raise errors, are
+    skipped and reported with the reason.
 
     The module object stays and its class changes, as in torch's lazy modules. This keeps its parameters, hooks, dtype,
     device, mode, name in the ``state_dict`` and all references to it. Torch's own layers become :class:`LayerNorm` and
@@ -191,7 +191,7 @@ def _named_modules(model: Module) -> list[tuple[str, Module]]:
 
 
 # Names of the attributes that convert() sets. Copies of a module have them, too.
-_ORIGINAL = "_converted_from"  # the class before, in torch's layers; in other layers, an attribute of the new class
+_ORIGINAL = "_converted_from"  # the original class: set on a converted layer of torch, or on the class of another one
 _FAST_PATH = "_fast_path"  # the name and the value of the encoder's attribute that enabled its fast path
 
 

@@ -128,6 +128,7 @@ def choose(module: Module, cached: dict[Hashable, Choice | SkippedError]) -> Cho
                 torch.inference_mode(False),
                 torch.enable_grad(),
                 torch.autocast("cpu", enabled=False),
+                torch.random.fork_rng(devices=()),
                 warnings.catch_warnings(action="ignore"),  # torch's RMSNorm warns of dtypes without a fused kernel
             ):
                 cached[key] = _first_equal_candidate(module)
@@ -228,7 +229,7 @@ def _candidates(module: Any) -> Iterator[Module]:
         if len(shape) == 1:
             classes.append((shape[0], RMSNorm2d, LayerNorm2d, {}))
     all_rms_eps = [rms_eps]
-    if rms_eps is None and type(module) not in TORCH_REPLACEMENTS:  # some compute in float32 for all inputs
+    if rms_eps is None and type(module) not in TORCH_REPLACEMENTS:  # some always take the eps of float32
         all_rms_eps.append(torch.finfo(torch.float32).eps)
     for size, rms_norm, layer_norm, others in classes:
         for zero_centered in (False,) if weight is None else (False, True):
@@ -278,7 +279,7 @@ def _shape(module: Any, weight_name: str, weight: torch.Tensor | None) -> tuple[
 
 
 def _rms_and_layer_norm_eps(module: Any, shape: tuple[int, ...]) -> tuple[float | None, float | None]:
-    """Return eps, or what it may be if no attribute says so: as an RMSNorm, and as a LayerNorm."""
+    """Return the eps that a module has if it is an RMSNorm, and if it is a LayerNorm; usual ones if it names none."""
     for name in _EPS:
         if hasattr(module, name):
             eps = getattr(module, name)

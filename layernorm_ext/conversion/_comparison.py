@@ -149,13 +149,13 @@ class Comparison:
         return [self._results(forward, *arguments, **options) for forward in (self.original, self.spec.compute)]
 
     def difference(self) -> str | None:
-        """Return how the results differ, if they do; otherwise, ``norm`` has the output dtypes of the module."""
+        """Return how the results differ, if they do; otherwise, ``self.spec`` gets the output dtypes of the module."""
         return self._compare_sizes() or self._compare_large_numbers() or self._compare_dtypes()
 
     def _compare_sizes(self) -> str | None:
         """Compare outputs and gradients for all sizes and, for one size, in the other mode."""
         dtype, parameter_dtype, _ = self.dtypes
-        gates = (dtype, None) if self.has_gate else (None,)  # some layers need a gate, while ours are then plain norms
+        gates = (dtype, None) if self.has_gate else (None,)  # without one, some layers raise an error
         is_training = self.module.training
         modes = {"": is_training, f" in {'eval' if is_training else 'training'} mode": not is_training}
         for (mode, training), size, gate in itertools.product(modes.items(), self.sizes, gates):
@@ -164,7 +164,7 @@ class Comparison:
             dtypes = dtype, parameter_dtype, gate
             theirs, mine = self._results_of_both(dtypes, *self._input_and_gradient(size), training=training)
             if isinstance(theirs, Exception):
-                # Replacements for images take input of any rank, and gated ones also no gate.
+                # Replacements for images take input of any rank, and gated ones are plain norms without a gate.
                 takes_more = isinstance(self.ours, (LayerNorm2d, RMSNorm2d)) or (self.has_gate and gate is None)
                 if not isinstance(mine, Exception) and not takes_more:
                     return f"input of size{list(size)} raises {shortened(theirs)}{mode}"
@@ -248,15 +248,20 @@ def _random_gate(x: Tensor, scale: Tensor | float) -> Tensor:
 
 
 def _copy_with(module: Module, parameters: dict[str, Tensor], others: dict[str, Any]) -> Module:
-    """Return a copy of a module with other parameters and attributes, whose forward leaves the module as it is."""
+    """Return a copy of a module with other parameters, buffers and attributes, which shares no state with it."""
     copied: Any = object.__new__(type(module))
     for name, value in vars(module).items():
         # Tools for sharding replace _parameters by other classes, or keep parameters as attributes.
         if name not in parameters:
             vars(copied)[name] = copy(value) if type(value) in _CONTAINERS else value
-    buffers = {name: buffer if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
+    buffers = {name: buffer if buffer is None else _other_buffer(buffer) for name, buffer in module._buffers.items()}
     vars(copied).update(others, _parameters=dict.fromkeys(module._parameters) | parameters, _buffers=buffers)
     return copied
+
+
+def _other_buffer(buffer: Tensor) -> Tensor:
+    """Return a copy of a buffer, with other floating numbers, on which no output of a norm depends."""
+    return buffer + 1 if buffer.is_floating_point() else buffer.clone()
 
 
 def shortened(error: object) -> str:

@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._dispatch.python import enable_python_dispatcher
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, GraphModule, Node
@@ -69,8 +68,7 @@ class FuseNeighbors(CustomGraphPass):
         norms = [node for node in graph.nodes if node.target in (_ops.forward.default, _ops.forward.fused)]
         fused: Counter[str] = Counter()
         with self._caught("the graph"):
-            if norms:
-                stable_topological_sort(graph)  # Inductor sorts after custom passes, and other passes may not
+            stable_topological_sort(graph)  # Inductor sorts after custom passes, and other passes may not
             if any(map(order.forbids_fusion, graph.nodes)):
                 _logger.debug("a node changes a shape in place or observes a gradient: all norms are left")
             elif len({id(recorded(node).fake_mode) for node in graph.nodes if fake_tensor(node) is not None}) > 1:
@@ -145,16 +143,13 @@ def _both_orders(pair: tuple[Any, ...] | None) -> Iterable[tuple[Any, ...]]:
 
 def _remove_identities(graph: Graph) -> None:
     """Remove conversions and dropouts that return their input itself."""
-    for node in list(graph.nodes):
-        name, source = order.operation(node), fake_tensor(_source(node)) if is_call(node) else None
-        if source is None or order.may_write(node):
-            continue
-        value = fake_tensor(node)
+    for node in [node for node in graph.nodes if is_call(node) and not order.may_write(node)]:
+        name, source = order.operation(node), _source(node)
         flags = [*node.args[2:3], node.kwargs.get("training"), node.kwargs.get("train")]
         is_identity = name == "dropout" and any(flag is False for flag in flags)  # training is False
-        is_identity |= name in _CONVERSIONS and order.may_share_storage(_source(node), node)
-        if is_identity and order.are_interchangeable(source, value):
-            node.replace_all_uses_with(_source(node), lambda user: user.op != "output")  # whose names export knows
+        is_identity |= name in _CONVERSIONS and order.may_share_storage(source, node)
+        if is_identity and order.are_interchangeable(fake_tensor(source), fake_tensor(node)):
+            node.replace_all_uses_with(source, lambda user: user.op != "output")  # whose names export knows
             if not node.users:
                 graph.erase_node(node)
 
@@ -170,19 +165,15 @@ def _are_alike(first: Any, *others: Any) -> bool:
     )
 
 
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
 def _is_parameter(parameter: Any, x: Any, dims: int) -> bool:
     """Return whether a tensor can be a weight, bias or gate of x, and the product with it has the metadata of x."""
     p, like = fake_tensor(parameter), fake_tensor(x)
     if p is None or like is None or p.device != like.device or p.dim() not in (dims, like.dim()):
         return False
-    if p.dtype not in _FLOATS or torch.promote_types(p.dtype, like.dtype) != like.dtype:
-        return False
+    keeps_dtype = p.is_floating_point() and torch.promote_types(p.dtype, like.dtype) == like.dtype
     batch = zip(p.shape[: p.dim() - dims], like.shape, strict=False)
     broadcasts = all(statically_known_true(n == 1) or statically_known_true(n == m) for n, m in batch)
-    return broadcasts and order.are_equal(p.shape[-dims:], like.shape[-dims:])
+    return keeps_dtype and broadcasts and order.are_equal(p.shape[-dims:], like.shape[-dims:])
 
 
 def _share_batch_sizes(dims: int, *parameters: Any) -> bool:
@@ -223,6 +214,10 @@ class _Modulation:
     shift: Node | None = None
     is_zero_centered: bool = False
 
+    @property
+    def parameters(self) -> list[Node]:
+        return [self.factor] if self.shift is None else [self.factor, self.shift]
+
 
 def _sums(source: Any, dims: int) -> Iterator[_Sum]:
     """Yield the ways in which a norm over the last ``dims`` dimensions reads a sum, the most complete first."""
@@ -258,9 +253,8 @@ def _keeps_rows(node: Any, dims: int) -> bool:
     if new is None or old is None or new.dtype != old.dtype:  # view(dtype) reads other numbers
         return False
     is_whole = order.may_share_storage(node, _source(node)) and statically_known_true(new.numel() == old.numel())
-    if order.operation(node) == "getitem" and not is_whole:  # a slice or a gather
-        return False
-    return order.are_equal(new.shape[-dims:], old.shape[-dims:])
+    is_slice_or_gather = order.operation(node) == "getitem" and not is_whole
+    return not is_slice_or_gather and order.are_equal(new.shape[-dims:], old.shape[-dims:])
 
 
 def _modulations(y: Node, dims: int) -> Iterator[_Modulation]:
@@ -299,11 +293,8 @@ def _scaled(node: Node, y: Node) -> Iterator[_Modulation]:
 
 # The fused call
 
-_ARGUMENTS = _ops.forward.fused._schema.arguments
-_DEFAULTS: dict[str, Any] = {argument.name: argument.default_value for argument in _ARGUMENTS}
+_DEFAULTS: dict[str, Any] = {argument.name: argument.default_value for argument in _ops.forward.fused._schema.arguments}
 _DEFAULTS["eps"] = 1e-5  # of forward.default
-_OPTIONS = {argument.name: argument.default_value for argument in _ARGUMENTS if argument.kwarg_only}
-_NEIGHBORS = ("residual", "gate", "input_scale")  # the positional arguments that forward.default does not have
 
 
 def _fuse_norm(norm: Node, writes: Writes) -> str | None:
@@ -344,9 +335,9 @@ class _Match:
 
     @property
     def kind(self) -> str:
-        parts = ["gate"] * bool(self.sum and self.sum.gate) + ["add"] * bool(self.sum)
-        parts += ["modulate"] * bool(self.modulation)
-        return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+        parts = {"gate": self.sum and self.sum.gate, "add": self.sum, "modulate": self.modulation}
+        *others, last = [name for name, part in parts.items() if part]
+        return " and ".join(filter(None, [", ".join(others), last]))
 
     @property
     def replaced(self) -> list[Node]:
@@ -356,40 +347,36 @@ class _Match:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of the call, without a modulation of a norm with own parameters, which insert() adds."""
-        arguments = dict(self.given)
-        if self.sum:
-            arguments |= {"residual": self.sum.residual, "input": self.sum.x, "input_scale": self.sum.gate}
-        if self.modulation and not self.has_own_parameters:
-            arguments |= {"weight": self.modulation.factor, "bias": self.modulation.shift}
-            arguments["zero_centered_weight"] = self.modulation.is_zero_centered
-        return arguments
+        """The arguments of the call without a modulation, whose parameters insert() adds."""
+        if self.sum is None:
+            return self.given
+        return self.given | {"residual": self.sum.residual, "input": self.sum.x, "input_scale": self.sum.gate}
 
     @property
-    def has_own_parameters(self) -> bool:
-        return self.given["weight"] is not None or self.given["bias"] is not None
+    def own_parameters(self) -> list[Node]:
+        """The weight and the bias that the norm has without its neighbors."""
+        return [each for each in (self.given["weight"], self.given["bias"]) if each is not None]
 
     def fits(self) -> bool:
         """Return whether the operator takes the batch sizes of all parameters together."""
-        dims, given = self.dims, [self.given["weight"], self.given["bias"]]
         is_body = hasattr(self.norm.graph.owning_module, "torchdynamo_force_dynamic")  # of a higher-order operator
         outputs = self.norm.graph.output_node().all_input_nodes
         if is_body and self.sum and any(order.may_share_storage(each, self.sum.total) for each in outputs):
             return False  # the graph around the body may observe the gradient of the sum, which eager() describes
-        if self.modulation and self.has_own_parameters and not self.can_multiply_parameters(self.modulation):
+        if self.modulation and self.own_parameters and not self.can_multiply_parameters(self.modulation):
             return False
-        parameters = [self.modulation.factor, self.modulation.shift] if self.modulation else given
-        if self.sum and self.sum.views and not all(p is None or recorded(p).dim() == dims for p in parameters):
+        parameters = self.modulation.parameters if self.modulation else self.own_parameters
+        if self.sum and self.sum.views and any(recorded(each).dim() != self.dims for each in parameters):
             return False  # before the views, the batch dimensions are others
-        return _share_batch_sizes(dims, *parameters, self.sum.gate if self.sum else self.given["input_scale"])
+        return _share_batch_sizes(self.dims, *parameters, self.sum.gate if self.sum else self.given["input_scale"])
 
     def can_multiply_parameters(self, modulation: _Modulation) -> bool:
         """Return whether the modulation can be multiplied by weight and bias in one dtype, as tensors without rows."""
-        own = [each for each in (self.given["weight"], self.given["bias"]) if each is not None]
-        values = map(fake_tensor, [self.given["input"], *own, modulation.factor, *filter(None, [modulation.shift])])
-        is_plain = not (modulation.is_zero_centered or self.given["zero_centered_weight"])
-        is_small = all(recorded(each).dim() == self.dims for each in own) and not _are_alike(modulation.factor, self.y)
-        return is_plain and is_small and all(v is not None and v.dtype == recorded(self.y).dtype for v in values)
+        if modulation.is_zero_centered or self.given["zero_centered_weight"] or _are_alike(modulation.factor, self.y):
+            return False
+        values = map(fake_tensor, [self.given["input"], *self.own_parameters, *modulation.parameters])
+        have_no_rows = all(recorded(each).dim() == self.dims for each in self.own_parameters)
+        return have_no_rows and all(v is not None and v.dtype == recorded(self.y).dtype for v in values)
 
     def insertion_point(self) -> Node | None:
         """Return the node before which the call belongs, or None if there is no such node.
@@ -399,16 +386,15 @@ class _Match:
         and waits for them do not change either.
         """
         first, last = min(self.replaced), max(self.replaced)
-        parameters = [self.modulation.factor, self.modulation.shift] if self.modulation else []
+        parameters = self.modulation.parameters if self.modulation else []
         inputs = [leaf for leaf in tree_leaves((self.arguments, parameters)) if isinstance(leaf, Node)]
         point = max([first, *(node.next for node in inputs)])
         users = {user for node in self.replaced for user in node.users}.difference(self.replaced)
-        if any(user < point for user in users) or not set(inputs).isdisjoint(self.replaced):
-            return None
+        has_place = all(point <= user for user in users) and set(inputs).isdisjoint(self.replaced)
         saved = inputs if self.modulation or (self.sum and self.sum.gate) else []
         is_changed = self.writes.within(first, last) or self.writes.after(last, saved)
         streams = {node.meta.get("custom", {}).get("stream") for node in self.replaced}
-        return point if len(streams) == 1 and not is_changed else None
+        return point if has_place and len(streams) == 1 and not is_changed else None
 
     def fuse(self) -> bool:
         """Insert the call, and let the nodes of the result and of the sum take its results, if these match them."""
@@ -459,13 +445,13 @@ class _Match:
         """Insert the call, and return the new node for the old result and for the old sum."""
         arguments, result = self.arguments, self.modulation.replaced[-1] if self.modulation else self.y
         with self.norm.graph.inserting_before(point):
-            if self.modulation and self.has_own_parameters:
-                arguments |= self._products(self.modulation)
-            options = {name: value for name, default in _OPTIONS.items() if (value := arguments.pop(name)) != default}
-            has_neighbors = arguments["residual"] is not None or arguments["input_scale"] is not None
-            names = [name for name in arguments if has_neighbors or name not in _NEIGHBORS]
-            target = _ops.forward.fused if has_neighbors else _ops.forward.default
-            call = self._call(target, tuple(arguments[name] for name in names), options)
+            if self.modulation:
+                arguments = arguments | self._modulated_parameters(self.modulation)
+            has_sum = arguments["residual"] is not None or arguments["input_scale"] is not None
+            target = _ops.forward.fused if has_sum else _ops.forward.default
+            values = [(each, arguments[each.name]) for each in target._schema.arguments]
+            options = {each.name: value for each, value in values if each.kwarg_only and value != each.default_value}
+            call = self._call(target, tuple(value for each, value in values if not each.kwarg_only), options)
             results = {result: self._call(operator.getitem, (call, 0))}
             for total in filter(None, [self.sum.total if self.sum else None, self.returned_sum]):
                 results[total] = self._call(operator.getitem, (call, 1))
@@ -473,27 +459,24 @@ class _Match:
             for view in reversed(self.sum.views if self.sum else ()):
                 given = {name: value for name, value in view.kwargs.items() if value is not _source(view)}
                 args = results[result], *view.args[1:]
-                results[result] = self._with_value(view.graph.create_node(view.op, view.target, args, given))
+                results[result] = self._call(view.target, args, given)
         return results
 
-    def _products(self, modulation: _Modulation) -> dict[str, Node | None]:
-        """Insert ``weight * factor`` and ``bias * factor + shift``, which have no rows, and return the parameters."""
+    def _modulated_parameters(self, modulation: _Modulation) -> dict[str, Any]:
+        """Return ``weight * factor`` and ``bias * factor + shift``, which have no rows, and insert what they need."""
         weight, bias, factor, shift = self.given["weight"], self.given["bias"], modulation.factor, modulation.shift
         product = factor if weight is None else self._call(_aten.mul.Tensor, (weight, factor))
         if bias is not None:
             args = (bias, factor) if shift is None else (shift, bias, factor)
             shift = self._call(_aten.mul.Tensor if shift is None else _aten.addcmul.default, args)
-        return {"weight": product, "bias": shift}
+        return {"weight": product, "bias": shift, "zero_centered_weight": modulation.is_zero_centered}
 
     def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
-        return self._with_value(self.norm.graph.call_function(target, args, kwargs))
-
-    def _with_value(self, node: Node) -> Node:
-        """Give a new node the metadata that a tracer records: the norm's stack, and a fake value of its own."""
+        """Insert a call with the metadata that a tracer records: the norm's stack, and a fake value of its own."""
+        op = "call_method" if isinstance(target, str) else "call_function"
+        node = self.norm.graph.create_node(op, target, args, kwargs)
         self.new.append(node)
-        args, kwargs = map_arg((node.args, node.kwargs), recorded)
-        function = node.target if callable(node.target) else getattr(torch.Tensor, node.target)
         node.meta = self.norm.meta.copy()
-        with recorded(self.y).fake_mode, enable_python_dispatcher(), torch.no_grad():  # as Dynamo, for symbolic sizes
-            node.meta["val" if "val" in node.meta else "example_value"] = function(*args, **kwargs)
+        value = order.evaluate(target, node, recorded(self.y).fake_mode)
+        node.meta["val" if "val" in node.meta else "example_value"] = value
         return node

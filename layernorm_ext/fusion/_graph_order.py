@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses import FakeTensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
@@ -40,13 +40,21 @@ def fake_tensor(node: Any) -> Tensor | None:
     return value if type(value) is FakeTensor and value.layout is torch.strided else None
 
 
+def evaluate(function: Any, node: Node, fake_mode: FakeTensorMode) -> Any:
+    """Return the fake result of a function, or a tensor's method, for the arguments of a node."""
+    function = getattr(Tensor, function) if isinstance(function, str) else function
+    args, kwargs = map_arg((node.args, node.kwargs), recorded)
+    with fake_mode, enable_python_dispatcher(), torch.no_grad():  # the dispatcher supports symbolic sizes
+        return function(*args, **kwargs)
+
+
 def are_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
 
 
-def are_interchangeable(new: Tensor, old: Tensor | None) -> bool:
-    """Return whether the new tensor has the metadata of the old one, including its strides."""
-    if old is None or (new.dtype, new.device) != (old.dtype, old.device):
+def are_interchangeable(new: Tensor | None, old: Tensor | None) -> bool:
+    """Return whether two tensors have the same metadata, including the strides."""
+    if new is None or old is None or (new.dtype, new.device) != (old.dtype, old.device):
         return False
     return are_equal(new.shape, old.shape) and are_equal(new.stride(), old.stride())
 
@@ -59,7 +67,7 @@ def may_share_storage(a: Node, b: Node) -> bool:
 # Names of functions that write, or that change a mode such as the grad mode.
 _IN_PLACE = re.compile(r"(?<!_)_$|^__|(^|_)(set|enter|exit|seed)(_|$)")
 _MODE = re.compile(r"(^|_)(set|enter|exit)(_|$)")
-# These write running statistics, which neither their names nor aten's schemas show.
+# Functions with these names write running statistics, which aten's schemas do not show.
 _STATISTICS = re.compile("(batch|instance)_norm|^_?sync_batch")
 _KNOWN_MODULES = {"torch", "torch._C", "torch._C._nn", "torch._C._special", "torch._C._linalg", "torch._C._fft"}
 _KNOWN_MODULES |= {"torch.functional", "torch.nn.functional", "torch._jit_internal", "_operator", "math"}
@@ -115,27 +123,27 @@ def may_write(node: Node) -> bool:
     module = getattr(target, "__module__", None)
     if module == "_operator":
         return _IN_PLACE_OPERATOR.match(name) is not None
-    if _IN_PLACE.search(name) or _STATISTICS.search(name) or node.kwargs.get("out") is not None:
+    given = _arguments(node)
+    if given.get("inplace", False) is not False or given.get("out") is not None or given.get("max_norm") is not None:
         return True
-    if _argument(node, "inplace", False) is not False or _argument(node, "max_norm", None) is not None:
+    if _IN_PLACE.search(name) or _STATISTICS.search(name):
         return True
     is_known = isinstance(target, (types.FunctionType, types.BuiltinFunctionType)) and module in _KNOWN_MODULES
     return node.op == "call_function" and not (is_known or target in (getattr, torch.Size))
 
 
-def _argument(node: Node, name: str, default: Any) -> Any:
-    """Return an argument of a Python function, given by position or by name."""
-    parameters = list(inspect.signature(node.target).parameters) if isinstance(node.target, types.FunctionType) else []
-    given = dict(zip(parameters, node.args, strict=False)) | node.kwargs
-    return given.get(name, default)
+def _arguments(node: Node) -> dict[str, Any]:
+    """Return the arguments of a Python function by name, and only the keyword arguments of other calls."""
+    names = inspect.signature(node.target).parameters if isinstance(node.target, types.FunctionType) else ()
+    return dict(zip(names, node.args, strict=False)) | node.kwargs
 
 
 def hoist_numbers(graph: Graph) -> None:
     """Move sizes and numbers, such as ``eps`` under ``dynamic=True``, to the front, since the call must follow them."""
     first = next(filter(is_call, graph.nodes))
-    for node in itertools.takewhile(lambda node: not may_write(node), list(graph.nodes)):
-        is_number = isinstance(recorded(node), _NUMBERS)
-        if is_call(node) and is_number and all(each < first for each in node.all_input_nodes):
+    before_writes = itertools.takewhile(lambda node: not may_write(node), graph.nodes)
+    for node in [node for node in before_writes if is_call(node) and isinstance(recorded(node), _NUMBERS)]:
+        if all(each < first for each in node.all_input_nodes):
             first.prepend(node)
 
 
@@ -144,7 +152,7 @@ def make_sums_out_of_place(graph: Graph) -> None:
 
     Later users of ``x`` read the sum. The recorded values stay, and with them the storages that later nodes share.
     """
-    named = (node for node in graph.nodes if operation(node) in ("iadd", "add_") and node.args)
+    named = (node for node in graph.nodes if operation(node) in ("iadd", "add_") and len(node.args) in (1, 2))
     sums = {node for node in named if "val" not in node.meta and fake_tensor(node.args[0]) is not None}
     for node in sorted(sums):
         node.args[0].replace_all_uses_with(node, lambda user: user > node)  # noqa: B023 (called immediately)
@@ -156,13 +164,11 @@ def make_sums_out_of_place(graph: Graph) -> None:
         if node in sums and value is not None:
             storage = value.untyped_storage()._cdata
             is_new = is_call(first[storage]) and (mode is None or first[storage] > mode)
-            if is_new and reader[storage] <= node and reader.get(None, node) <= node and len(node.args) <= 2:
-                args, kwargs = map_arg((node.args, node.kwargs), recorded)
-                with recorded(node).fake_mode, enable_python_dispatcher(), torch.no_grad():  # for symbolic sizes
-                    new = torch.add(*args, **kwargs)
-                if are_interchangeable(new, value):
-                    node.op, node.target = "call_function", torch.add
-            if node.target is not torch.add:
+            is_last_reader = reader[storage] <= node and reader.get(None, node) <= node
+            new = evaluate(torch.add, node, recorded(node).fake_mode) if is_new and is_last_reader else None
+            if are_interchangeable(new, value):
+                node.op, node.target = "call_function", torch.add
+            else:
                 logger.debug("%s stays in place: an input, another reader or a mode has its tensor", node.name)
         storages = _storages(node)
         for each in (None,) if storages is None else storages:
@@ -190,9 +196,8 @@ class Writes:
 
 def _written(node: Node) -> list[Node]:
     """Return the nodes that a node may write: what a schema or an assignment says, else all that it reads."""
-    schema = node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
-    if schema is not None and schema.is_mutable and not node.kwargs:
-        given = zip(schema.arguments, node.args, strict=False)
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable and not node.kwargs:
+        given = zip(node.target._schema.arguments, node.args, strict=False)
         return [leaf for each, arg in given if each.is_write for leaf in tree_leaves(arg) if isinstance(leaf, Node)]
     is_assignment = node.target is operator.setitem or (node.op == "call_method" and operation(node) == "copy_")
     return [node.args[0]] if is_assignment and isinstance(node.args[0], Node) else node.all_input_nodes

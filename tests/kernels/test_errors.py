@@ -271,7 +271,7 @@ def test_eps_with_a_default_must_be_a_number(norm):
 @pytest.mark.parametrize("name", [name for name in layernorm_ext.__all__ if name.startswith(("add_", "gated_"))])
 @pytest.mark.parametrize(
     ("argument", "type_name", "values"),
-    [("residual", "Tensor", [None]), ("inplace", "bool", [1, None]), ("num_groups", "int", [2.0, True, "2", None])],
+    [("inplace", "bool", [1, None]), ("num_groups", "int", [2.0, True, "2", None])],
 )
 def test_arguments_of_wrong_types_are_refused_by_name(name, argument, type_name, values):
     function = getattr(layernorm_ext, name)
@@ -283,6 +283,14 @@ def test_arguments_of_wrong_types_are_refused_by_name(name, argument, type_name,
             return function(**{"input": x, second: x.clone(), "normalized_shape": (4,)} | {argument: value})
 
         assert_refused_in_every_mode(call, message)
+
+
+@pytest.mark.parametrize("name", [name for name in layernorm_ext.__all__ if name.startswith("add_")])
+@pytest.mark.parametrize("inplace", [False, None], ids=repr)
+def test_a_residual_must_be_a_tensor(name, inplace):
+    function = getattr(layernorm_ext, name)
+    message = "argument 'residual'.* must be Tensor, not NoneType"
+    assert_refused_in_every_mode(lambda x: function(x, None, (4,), inplace=inplace), message)
 
 
 @pytest.mark.parametrize("num_groups", [numpy.int64(2), torch.tensor(2)], ids=repr)

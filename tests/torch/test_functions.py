@@ -429,6 +429,7 @@ def test_norm_in_cpp_and_in_python_have_the_same_signature(monkeypatch):
     given |= {"bias": None, "eps": 1e-5}
     defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
     assert [*given, *defaults] == [*parameters]
+    del defaults["residual"]  # functions that do not add one leave it out, because a given None is refused
     gate = {"gate": randn((3, 8), F32)}
     residual = {"residual": randn((3, 8), F32), "input_scale": randn(8, F32), "inplace": False}
     options = ({"rms": True}, {"zero_centered_weight": True}, {"memory_efficient": True}, {"num_groups": 2})
@@ -440,8 +441,9 @@ def test_norm_in_cpp_and_in_python_have_the_same_signature(monkeypatch):
     for change, results in zip(changes, expected, strict=True):
         by_name, by_position = (deepcopy(given | defaults | change) for _ in range(2))
         assert_same_bits(tree_leaves(results), tree_leaves(_C.norm(**by_name)), change)
-        actual = _C.norm(*(by_position[name] for name in parameters))
-        assert_same_bits(tree_leaves(results), tree_leaves(actual), change)
+        if "residual" in change:
+            actual = _C.norm(*(by_position[name] for name in parameters))
+            assert_same_bits(tree_leaves(results), tree_leaves(actual), change)
 
 
 def test_missing_arguments_of_the_norm_raise_an_error():

@@ -166,6 +166,17 @@ def test_any_dimension_may_be_ragged():
     assert_same_components(layer_norm(inside, (8,)), [layer_norm(c, (8,)) for c in inside.unbind()])
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_batch_without_components_has_empty_results_and_gradients(inplace):
+    values = torch.randn(0, 4, requires_grad=True)
+    x = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0]))
+    output, total = add_layer_norm(x, x.detach().clone(), x.shape[1:], inplace=inplace)
+    for result in (layer_norm(x, x.shape[1:]), output, total):
+        assert result.shape == x.shape and result.dtype == x.dtype
+    layer_norm(x, x.shape[1:]).values().sum().backward()
+    assert values.grad.shape == values.shape
+
+
 def test_normalized_shape_has_the_symbolic_size_of_the_ragged_dimension():
     """The number 2 is refused even if all components have this size. The batch cannot be normalized."""
     x = nested(torch.jagged, 2, 2)

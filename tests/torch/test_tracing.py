@@ -121,6 +121,8 @@ def test_training_compiled_as_aten_matches_the_kernels():
 def test_compiled_images_have_the_strides_of_the_kernels_output():
     formats, shapes = (torch.contiguous_format, torch.channels_last), ((2, 8, 4, 5), (2, 8, 1, 1), (2, 1, 4, 5))
     images = [torch.randn(shape).to(memory_format=each) for each in formats for shape in shapes]
+    # Two dimensions have the stride 1, and the longer one is the outer one; a dimension of stride 0 is not compared.
+    images += [torch.randn(9).as_strided(size, (3, 1, 0, 1)) for size in ((3, 1, 2, 3), (2, 3, 2, 1))]
     with trace_as("aten"):
         compiled = torch.compile(lambda *images: [layer_norm_2d(x) for x in images], fullgraph=True)(*images)
     for x, y in zip(images, compiled, strict=True):
