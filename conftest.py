@@ -1,6 +1,7 @@
 """Options and fixtures."""
 
 import contextlib
+import gc
 import importlib
 import os
 
@@ -61,6 +62,10 @@ def pytest_collection_modifyitems(items):
     # The longest tests start first, so that no worker of pytest-xdist ends long after the others. The tests that use
     # Inductor follow each other, so that one worker runs them all.
     items.sort(key=lambda item: ("lesser_set" not in item.name, not item.get_closest_marker("inductor")))
+
+
+def pytest_collection_finish():
+    gc.freeze()  # Python then does not search the modules and the collected tests for garbage again and again
 
 
 @pytest.fixture(scope="session")
