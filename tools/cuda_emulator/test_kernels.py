@@ -2,7 +2,7 @@
 
 Sizes are few, and at the limits where one kernel takes over from another. The ordinary tests compare the results of
 many more inputs with float64, in a faster mode of the emulator: `--backends emulated`. Those of hard values, NaN and
-constant rows also run on each path with each access checked: `-m every_path`. float64 has no kernels.
+constant rows also run on each path with each access checked: `make test-device`. float64 has no kernels.
 """
 
 import math
