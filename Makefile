@@ -24,10 +24,10 @@ test-all:
 	pip install '.[test-all]'
 	python -m pytest -n auto -m integration
 
+# One run of pytest, because each imports torch and collects the tests in every worker. The slow tests of the emulator
+# start first, and few tests are sent to a worker at once, so that the workers end together.
 test-device:
-	python -m pytest -n auto tools/cuda_emulator
-	python -m pytest -n auto --backends emulated -k emulated
-	python -m pytest -n auto --backends "registers clusters launches" -m every_path tests/kernels
+	python -m pytest -n auto --maxschedchunk 4 --backends "emulated registers clusters launches" -m emulated tools/cuda_emulator tests
 
 # It needs Debian's packages g++-aarch64-linux-gnu and qemu-user. -O1 halves the time of -O3.
 VALUES = csrc/cpu/forward.cpp csrc/cpu/backward.cpp csrc/cpu/channels_first.cpp csrc/cpu/dispatch.cpp tools/aarch64/values.cpp

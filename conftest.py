@@ -1,6 +1,7 @@
 """Options and fixtures."""
 
 import contextlib
+import gc
 import importlib
 import os
 
@@ -10,7 +11,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
-from support.backends import BACKENDS
+from support.backends import BACKENDS, EMULATED, PATHS, run_pixels
 
 from layernorm_ext import _C, _build_info
 from layernorm_ext.conversion import _candidates
@@ -34,10 +35,20 @@ def pytest_collection_modifyitems(items):
     def backend_of(item):
         return getattr(item, "callspec", None) and item.callspec.params.get("backend")
 
+    def differs_on_path(item, path):
+        """Whether a path of the CUDA kernels runs other code for the test than the other backends."""
+        dtypes = [item.callspec.params.get("dtype"), *item.callspec.params.get("dtypes", ())]
+        if not item.get_closest_marker("every_path") or torch.float64 in dtypes:  # float64 has no kernels
+            return False
+        # The kernels for images have no clusters, so "clusters" and "launches" run the same ones.
+        return path != "launches" or item.callspec.params.get("run") is not run_pixels
+
     def applies(item):
         backend = backend_of(item)
         if backend in (None, "cpu"):
             return True
+        if backend in PATHS and not differs_on_path(item, backend):
+            return False
         if "use_threads" in item.fixturenames:  # CPU threads
             return False
         return backend == "cuda" or not item.get_closest_marker("large")  # emulated: 10^7 elements per second
@@ -46,9 +57,15 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("large") and backend_of(item) == "cpu":
             item.add_marker("integration")
+        if backend_of(item) in EMULATED or "cuda_emulator" in item.path.parts:
+            item.add_marker("emulated")
     # The longest tests start first, so that no worker of pytest-xdist ends long after the others. The tests that use
     # Inductor follow each other, so that one worker runs them all.
     items.sort(key=lambda item: ("lesser_set" not in item.name, not item.get_closest_marker("inductor")))
+
+
+def pytest_collection_finish():
+    gc.freeze()  # Python then does not search the modules and the collected tests for garbage again and again
 
 
 @pytest.fixture(scope="session")
@@ -125,6 +142,7 @@ def pytest_report_header():
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "large: takes gigabytes; on a CPU, only with -m integration, and never emulated")
+    config.addinivalue_line("markers", "emulated: runs the CUDA kernels in the emulator, or tests the emulator")
     config.addinivalue_line("markers", "every_path: also for all paths of the CUDA kernels (support/backends.py)")
     config.addinivalue_line("markers", "inductor: uses Inductor, whose first use in a process takes seconds")
     config.addinivalue_line("markers", "integration: takes the extra test-all or minutes; runs with -m integration")

@@ -68,6 +68,7 @@ PATHS = {
     "clusters": {"path_limit": 0},
     "launches": {"path_limit": 0, "architecture": 80},
 }
+EMULATED = {"emulated", *PATHS}
 BACKENDS = {
     "cpu": lambda: installed("cpu"),
     "cuda": lambda: installed("cuda"),

@@ -109,7 +109,8 @@ SHARED = [
 def _mirror(csrc, namespace=None):
     """Return a copy of `csrc` with the emulator's headers, in which shared memory is declared by macros.
 
-    The operators are those of another namespace of torch.ops, and have the limits of the CUDA kernels.
+    With a namespace of torch.ops, the operators are registered there, and have the limits of the CUDA kernels.
+    ops/host_code.cpp then replaces the sources of ops, so that g++ reads torch's headers once instead of six times.
     """
     suffixes = (".h", ".cuh", ".cpp", ".cu")
     origins = {path.relative_to(csrc): path for path in csrc.rglob("*") if path.suffix in suffixes}
@@ -125,6 +126,9 @@ def _mirror(csrc, namespace=None):
             text = re.sub(r'(TORCH_LIBRARY(?:_IMPL)?\(|")layernorm(,|::)', rf"\1{namespace}\2", text)
             text = text.replace(CPU_LIMITS, CUDA_LIMITS)
         files[path] = f'#line 1 "{origin}"\n{text}'.encode()  # messages name the original file
+    if namespace:
+        sources = sorted(path for path in files if path.match("ops/*.cpp"))
+        files[pathlib.Path("ops/host_code.cpp")] = b"".join(files.pop(path) for path in sources)
     digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:24]
     folder = CACHE / f"{digest}.csrc"
     for path, content in files.items():
@@ -177,16 +181,15 @@ def operators(mode):
     csrc = _mirror(ROOT / "csrc", f"layernorm_{mode}")
     torch_root = pathlib.Path(torch.__file__).parent
     host_flags = [
-        *("-O1", "-Wno-deprecated"),
+        *("-O0", "-g0", "-Wno-deprecated"),
         *(f"-isystem{torch_root / folder}" for folder in ("include", "include/torch/csrc/api/include")),
         f"-DLAYERNORM_TORCH_VERSION={torch.__version__}",  # only to tell the cache
     ]
     objects = _objects(
         [
-            *((path, ["-O2"], csrc) for path in RUNTIME),
+            *((path, host_flags, csrc) for path in (csrc / "ops" / "host_code.cpp", EMULATOR / "backend.cpp")),
             *((path, FLAGS[mode], csrc) for path in sorted(csrc.glob("cuda/*.cu"))),
-            *((path, host_flags, csrc) for path in sorted(csrc.glob("ops/*.cpp"))),
-            (EMULATOR / "backend.cpp", host_flags, csrc),
+            *((path, ["-O2"], csrc) for path in RUNTIME),
         ]
     )
     flags = ["-shared", "-Wl,-Bsymbolic", "-Wl,--no-undefined"]

@@ -21,7 +21,7 @@ needs_cuda_build = pytest.mark.skipif(
 def test_no_gpu_refuses_a_launch():
     done = subprocess.run([sys.executable, launch_audit.__file__], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.findall(r"^(.*): 0 of \d{6} calls refused$", done.stdout, re.M) == [str(t) for t in launch_audit.TARGETS]
+    assert re.findall(r"^(.*): 0 of \d{5,} calls refused$", done.stdout, re.M) == [str(t) for t in launch_audit.TARGETS]
 
 
 @needs_cuda_build
