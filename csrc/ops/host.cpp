@@ -220,8 +220,7 @@ BackwardOutputs backward(const BackwardArgs& args) {
   return grads;
 }
 
-// ---- shape functions, for the key Meta
-// -------------------------------------------------------------------------------
+// ---- shape functions, for the key Meta ------------------------------------------------------------------------------
 
 // A meta tensor like one of Call::allocate_like_input().
 Tensor meta_like(const Tensor& input, at::ScalarType type, bool images) {
