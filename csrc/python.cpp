@@ -91,7 +91,8 @@ bool read_arguments(PyObject* const* args, Py_ssize_t count, PyObject* keywords,
 
 // A faster norm() than that of layernorm_ext/_calls.py: calls the operator without torch.ops, which takes 3 us longer
 // (8 x 64, AMD EPYC Zen 4). It passes a call to the function in Python if an argument has another type or is a nested
-// tensor, or if torch.jit.trace or a dispatch mode (torch.export, make_fx) records operators.
+// tensor, if a mode overrides functions (__torch_function__), or if torch.jit.trace or a dispatch mode (torch.export,
+// make_fx) records operators.
 PyObject* norm(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
   HANDLE_TH_ERRORS
   PyObject* values[kArguments] = {};

@@ -38,9 +38,9 @@ void prefetch_row_for_write(T* row, int64_t cols) {
   }
 }
 
-// The partial sums of a segment, for some columns. A sum has up to kSumRows rows (policy.h). The first sum goes to a
-// buffer. Each sum that follows goes to the second buffer and is then added to the first; a segment of one sum has no
-// second buffer.
+// The partial sums of a segment, for some columns. A sum is that of up to kSumRows rows, see BackwardPolicy::sum_end().
+// The first sum goes to a buffer. Each sum that follows goes to the second buffer and is then added to the first; a
+// segment of one sum has no second buffer.
 template <class Call>
 class SegmentSums {
  public:
@@ -93,11 +93,11 @@ class SegmentSums {
   const Call& call_;
   const ComputeGradients<Call> compute_gradients_ = choose_gradients(call_);
   ColumnSums<Acc> total_, second_;
-  bool is_first_ = true;  // whether rows are added to the first sum of the segment
+  bool is_first_ = true;  // whether the next rows belong to the first sum of the segment
 };
 
-// Calls f(Rows) for the rows of a segment, at most a batch of rows of one sample at a time. f adds them to `sums`,
-// whose sums end where BackwardPolicy::sum_end() says.
+// Calls f(Rows) for the rows of a segment, at most a batch of rows of one sample at a time. f adds them to `sums`;
+// end_sum() follows where BackwardPolicy::sum_end() says.
 template <class Call, class F>
 void for_batches_of_segment(const Call& call, int64_t segment, SegmentSums<Call>& sums, const F& f) {
   const int64_t batch = call.policy.batch_rows, end = call.segments.end(segment);

@@ -32,6 +32,7 @@ struct Coefficients {
   Acc* minus_mean_g() const { return values + 5 * stride; }       // -mean(g)
 };
 constexpr int64_t kCoefficients = 6;  // arrays in Coefficients
+// A tile of columns has whole packs, of any type.
 static_assert(kMaxPackSize % kPackSize<float> == 0 && kTileCols % kMaxPackSize == 0);
 
 // A backward call: its arguments, its policy, and the memory for partial sums and coefficients.
@@ -68,7 +69,7 @@ struct BackwardCall {
   const BackwardPolicy& policy;
   const Segments& segments = policy.segments;
   const int64_t padded_cols = cpu::padded_cols(p);
-  const int64_t pitch = ParameterGradients(p).count * padded_cols;  // from buffer to buffer
+  const int64_t pitch = ParameterGradients(p).count * padded_cols;  // elements from buffer to buffer
   const Acc weight_offset = p.zero_centered_weight;
   const bool has_input_scale_gradients = cpu::has_input_scale_gradients(p);
   Acc* const partials;  // [buffers + second_buffers, ParameterGradients::count, padded_cols], packs in the order of X

@@ -24,7 +24,7 @@
 namespace layernorm::cpu::CPU_CAPABILITY {
 namespace {
 
-// One value for each pixel of a tile, in the lane order of T (kEvenOdd).
+// One value for each pixel of a tile, in the lane order of T (kEvenOdd in simd.h).
 template <class Number>
 using PerPixel = Number[kMaxTilePixels];
 

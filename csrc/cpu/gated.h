@@ -100,7 +100,8 @@ void load_gated_batch(const BackwardParams& p, const Rows& rows, const GatedBatc
   }
 }
 
-// The loop after those of the plain norm: stores dx and dz. c has the coefficients of the rows (backward_loops.h).
+// The loop after those of the plain norm: stores dz, and dx unless the plain norm has written it in place. The letters
+// are those of the top of this file; c has the coefficients of the rows (backward_loops.h).
 template <class T, bool gate_first, class Coefficients>
 void store_gated_batch(const BackwardParams& p, const Rows& rows, const GatedBatch& batch, const Coefficients& c) {
   using Acc = AccOf<T>;
@@ -116,8 +117,8 @@ void store_gated_batch(const BackwardParams& p, const Rows& rows, const GatedBat
     const Acc* const gate_factor = batch.gate_factor.row<const Acc>(0, k);
     T* const grad_input = row_of<T>(p.grad_input, row);
     T* const grad_gate = row_of<T>(p.grad_gate, row);
-    const Acc row_scale = c.row_scale()[k], mean = c.scaled_mean()[k], rstd = c.scaled_rstd()[k],
-              offset = c.minus_mean_xhat()[k];
+    const Acc row_scale = c.row_scale()[k], scaled_mean = c.scaled_mean()[k], scaled_rstd = c.scaled_rstd()[k],
+              minus_mean_xhat = c.minus_mean_xhat()[k];
     for_each_pack<Acc, 1>({0, p.cols}, [&](int, int64_t j, auto lanes) {
       if constexpr (gate_first) {
         const auto du = read(dx + j, AllLanes{});
@@ -126,7 +127,7 @@ void store_gated_batch(const BackwardParams& p, const Rows& rows, const GatedBat
       } else {
         if (stores_dx) store<Acc, true>(grad_input + j, read(dx + j, AllLanes{}), lanes);
         if (!grad_gate) return;
-        auto n = fma(load<Acc>(x + j, lanes) * row_scale - mean, rstd, offset);
+        auto n = fma(load<Acc>(x + j, lanes) * row_scale - scaled_mean, scaled_rstd, minus_mean_xhat);
         n = n * load_weight<Acc>(weight, weight_offset, j, lanes);
         if (bias) n = n + load<Acc>(bias + j, lanes);
         store<Acc, true>(grad_gate + j, n * read(gate_factor + j, AllLanes{}), lanes);

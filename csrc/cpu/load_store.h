@@ -140,7 +140,8 @@ inline Pack<Acc> in_register(const Pack<Acc>& p) {
   return {in_register(p.a), in_register(p.b)};
 }
 
-// read() and write() keep the order of memory; load() and store() below choose the faster order (kEvenOdd).
+// read() and write() keep the order of memory. load() and store() below use the lane order of X, which for BFloat16 has
+// all even elements before all odd ones, because that is faster (kEvenOdd in simd.h).
 template <class Acc, class = std::enable_if_t<std::is_floating_point_v<Acc>>>
 inline Pack<Acc> read(const Acc* p, AllLanes) {
   Pack<Acc> pack;

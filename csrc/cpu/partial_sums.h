@@ -11,7 +11,7 @@ namespace {
 template <class X>
 struct PartialSums {
   const AccOf<X>* first;  // the array of the first segment
-  int64_t pitch;          // from segment to segment
+  int64_t pitch;          // elements from segment to segment
   int64_t segments;
 };
 

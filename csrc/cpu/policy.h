@@ -127,7 +127,7 @@ inline int64_t grain(int64_t task_elements) { return ceil_div(kGrain, task_eleme
 // The same for segments. One is worth waking a thread for, even if it has a little less than kGrain.
 inline int64_t segment_grain(const Segments& segments, int64_t cols) { return max(1, kGrain / (segments.rows * cols)); }
 
-// The columns of a task of backward's gradients loop if the threads share the columns.
+// The columns of a tile, which is a task of backward's gradients loop if the threads share the columns.
 constexpr int64_t kTileCols = 1024;
 
 // Whether all threads share the sums of each row, because there are fewer rows than threads.
@@ -305,8 +305,9 @@ struct BackwardPolicy {
     prefetches_dx = x.is_in_memory() && x.element_bytes > 2 && x.row_bytes >= 16384 && !streams && p.grad_input.data;
   }
 
-  // The end of the sum of weight gradients that begins at a row, where the rows of the segment end at segment_end. A
-  // sum has whole batches, except the last one, and does not depend on where the strides of a view cut batches.
+  // A sum is that of the weight gradients of up to kSumRows rows, which are added one by one. Returns the row after the
+  // sum that begins at `row` in a segment that ends at `segment_end`. A sum has whole batches, except the last one of a
+  // segment. Its end does not depend on where the strides of a view cut batches.
   int64_t sum_end(int64_t row, int64_t segment_end) const {
     return segment_end - row <= kSumRows ? segment_end : row + kSumRows / batch_rows * batch_rows;
   }
@@ -319,7 +320,7 @@ struct BackwardPolicy {
   // The buffers for partial sums in the workspace: one for each segment. If the sums of a segment are gradients, the
   // thread stores them at once and uses its buffer for the next segment, so that one for each thread is enough.
   int64_t buffers;
-  int64_t second_buffers;  // one more for each of the buffers, or 0 if no segment has more rows than one sum
+  int64_t second_buffers;  // one more for each of the buffers, or 0 if each segment is one sum, see sum_end()
   bool uses_stack;         // whether the workspace is on the stack, because it is small
 
   int64_t rows_together;  // the rows that share the loads of the weight and the loads and stores of the partial sums
@@ -364,9 +365,9 @@ struct GatedPolicy {
         task_elements(arrays * array_elements),
         elements(tasks * task_elements) {}
 
-  int64_t tasks;           // each of which has its own scratch rows
-  int64_t batch_rows;      // the most rows of a batch
-  int64_t pitch;           // from scratch row to scratch row; not a multiple of 4 KiB, see ArraySize::rows_collide()
+  int64_t tasks;       // each of which has its own scratch rows
+  int64_t batch_rows;  // the most rows of a batch
+  int64_t pitch;       // elements from scratch row to scratch row; no multiple of 4 KiB, see ArraySize::rows_collide()
   int64_t array_elements;  // of one array's scratch rows
   int64_t task_elements;   // of all scratch rows of a task
   int64_t elements;        // of all scratch rows

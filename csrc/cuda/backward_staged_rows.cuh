@@ -15,13 +15,15 @@ struct BackwardPlan : GradientPlan, RowDivision {
   int stages;                // per warp
   int cluster_segments;      // segments whose sums one cluster adds (ClusterColumnSums), one per block; else 1
   int log2_owned_cols;       // the columns whose sums each block of such a cluster adds are 1 << log2_owned_cols
-  int ring_bytes;            // of dynamic shared memory, for all stages; the sums of ClusterColumnSums follow
+  int ring_bytes;            // of dynamic shared memory, for the stages of all warps, each of which uses its stages in
+                             // turn, as a ring; the sums of ClusterColumnSums follow
   int64_t pitch;             // elements from row to row of the partial sums in the workspace
   void* exchange_workspace;  // of BlockExchange
   ByteStride x_stride, dy_stride, dx_stride, grad_sum_stride, statistics_stride;
   FloatDivisor<Acc> cols;
 
-  // Returns whether ByteStride can address all rows.
+  // Sets the members that depend on the arguments alone. Returns whether ByteStride and ints can address all rows, with
+  // one stride for mean and rstd. Otherwise GeneralRows or GatedRows take the rows.
   template <class T, class X>
   bool initialize(const BackwardParams& p) {
     flags = make_flags(p);

@@ -9,7 +9,8 @@
 // two barriers. A tile [channels, 32] is staged in shared memory if it fits (`staged`): with n = images * channels *
 // pixels, forward then moves 2 * n * sizeof(T) bytes, and backward 3 * n * sizeof(T). Otherwise, each pass over the
 // channels reads global memory. Staged tiles whose channels start at multiples of 16 bytes are copied in vectors
-// (kAlignedChannels). The numerical method is that of cpu/channels_first.cpp.
+// (kAlignedChannels). Forward computes the mean first, and then the average of x - mean, which corrects the mean, and
+// the variance.
 //
 // Source: Ba et al. 2016, arXiv:1607.06450.
 #include <algorithm>

@@ -14,8 +14,9 @@ constexpr int64_t kMaxRegisterVectors = 2048;
 constexpr int64_t kMaxWarpVectors = 128;
 constexpr int64_t kMaxBlockVectors = 2048;
 
-// Backward of rows that take one block at most so many iterations is a single launch: one block, or one cluster, sums
-// the weight gradients of all rows, because a second kernel (add_partials) would take longer. See plan_launch().
+// Backward is a single launch if the rows take one block at most so many iterations, or each of up to 8 blocks of a
+// cluster. This block or cluster sums the weight gradients of all rows, because a second kernel (add_partials) would
+// take longer. See plan_launch().
 constexpr int64_t kFewIterations = 2;
 
 // The most bytes that a block stages of images (channels_first.cu), so that two blocks fit on a multiprocessor of an

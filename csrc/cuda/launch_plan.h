@@ -122,8 +122,8 @@ inline Flags make_flags(const BackwardParams& p) {
 
 // ---- addresses of rows ----------------------------------------------------------------------------------------------
 
-// Divides integers >= 0 by a divisor that the host knows: multiplies by its reciprocal, 2^64 / divisor rounded down. A
-// division on the GPU would be a function call.
+// Divides integers >= 0 by a divisor that the host knows: multiplies by its reciprocal, (2^64 - 1) / divisor rounded
+// down. A division on the GPU would be a function call.
 class IntegerDivisor {
  public:
   struct Result {
@@ -219,7 +219,7 @@ constexpr int kIterationsPerSum = 256;
 
 // The partial sums [samples, segments, pitch] of one gradient [samples, cols], for add_partials.
 struct PartialSums {
-  int64_t first_row;          // of the workspace, in rows of `pitch` elements
+  int64_t first_row;          // in the workspace, whose rows have `pitch` elements
   int64_t samples, segments;  // 0 samples without partial sums; 1 if all samples share the gradient
   View gradient;
 };
@@ -239,8 +239,9 @@ struct GradientPlan {
   void* workspace;
 
   // Chooses the number of segments. If all rows share a gradient, each of the `resident` blocks has a segment.
-  // Otherwise, each gradient has 64 segments, which keep the GPU busy with few samples; but a segment has at least
-  // min_iterations iterations, so that partial sums cause little traffic, and at most kIterationsPerSum.
+  // Otherwise, each gradient has up to 64 segments, which keep the GPU busy with few samples. A segment has at least
+  // min_iterations iterations, so that partial sums cause little traffic, and at most kIterationsPerSum, which may take
+  // more segments.
   void set_segments(const BackwardParams& p, int64_t rows_per_iteration, int64_t resident, int64_t min_iterations) {
     const bool per_sample = has_gradients_per_sample();
     const int64_t gradients = per_sample ? p.samples : 1;

@@ -18,11 +18,11 @@ struct Moments {
   __device__ __forceinline__ bool set_from_sums(Acc sum, Acc sum_of_squares, const FloatDivisor<Acc>& cols, bool rms,
                                                 bool& center_is_estimate) {
     correction = rms ? 0 : cols.divide(sum);
-    const Acc correction_squared = cols.value * correction * correction;
-    m2 = sum_of_squares - correction_squared;
+    const Acc sum_of_squared_corrections = cols.value * correction * correction;
+    m2 = sum_of_squares - sum_of_squared_corrections;
     if (m2 < 0) m2 = 0;  // this comparison keeps NaN
     const bool overflows = !(m2 < kInfinity) && row_scale == 1;
-    const bool is_far = center_is_estimate && correction_squared > m2;
+    const bool is_far = center_is_estimate && sum_of_squared_corrections > m2;
     if (overflows) {
       row_scale = kRowScale;
       center *= kRowScale;
@@ -42,7 +42,8 @@ struct ForwardPlan {
   Acc eps;
   FloatDivisor<Acc> cols;
 
-  // Returns whether ByteStride can address all rows.
+  // Sets the members. Returns whether ByteStride and ints can address all rows; otherwise GeneralRows or
+  // GatedRows take them.
   template <class T, class X>
   bool initialize(const ForwardParams& p) {
     flags = make_flags(p);

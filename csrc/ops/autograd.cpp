@@ -82,6 +82,7 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
             outputs.grad_input_scale};
   }
 
+  // For compiled autograd (RecordableNode): all tensors and other values that derivative() uses.
   auto saved() {
     return std::tie(saved_input, saved_weight, saved_bias, saved_mean, saved_rstd, saved_gate, saved_input_scale,
                     saved_scaled_input);

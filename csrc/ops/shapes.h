@@ -5,7 +5,7 @@
 // dimensions count as 1. With `images`, the normalized dimension is the second one: tensors are [N, C, *], and
 // parameters are [C], [N, C] or [N, C, 1, ...]. With num_groups, there is one normalized dimension, whose elements
 // belong to the groups one after the other, and each group is a row. The statistics mean and rstd have the dimensions
-// of the input. Their sizes are num_groups in the last normalized dimension and 1 in the others.
+// of the input. In the normalized dimensions, their sizes are num_groups in the last one and 1 in the others.
 #pragma once
 
 #include <ATen/core/Tensor.h>
