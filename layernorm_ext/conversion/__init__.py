@@ -191,7 +191,7 @@ def _named_modules(model: Module) -> list[tuple[str, Module]]:
 
 
 # Names of the attributes that convert() sets. Copies of a module have them, too.
-_ORIGINAL = "_converted_from"  # the original class: set on a converted layer of torch, or on the class of another one
+_ORIGINAL = "_converted_from"  # the original class: set on a converted layer of torch, or on another layer's new class
 _FAST_PATH = "_fast_path"  # the name and the value of the encoder's attribute that enabled its fast path
 
 

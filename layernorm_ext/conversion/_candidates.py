@@ -279,7 +279,11 @@ def _shape(module: Any, weight_name: str, weight: torch.Tensor | None) -> tuple[
 
 
 def _rms_and_layer_norm_eps(module: Any, shape: tuple[int, ...]) -> tuple[float | None, float | None]:
-    """Return the eps that a module has if it is an RMSNorm, and if it is a LayerNorm; usual ones if it names none."""
+    """Return the eps that a module has if it is an RMSNorm, and if it is a LayerNorm.
+
+    The first may be None, the default of RMSNorm; if the second is None, the module is no LayerNorm. A module without
+    such an attribute may call torch.nn.functional.normalize, or has LayerNorm's default of 1e-5.
+    """
     for name in _EPS:
         if hasattr(module, name):
             eps = getattr(module, name)

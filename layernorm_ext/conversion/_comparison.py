@@ -40,7 +40,8 @@ _SCALES = (30, 1e3, 1e-3)
 # The classes that torch's own layers get.
 TORCH_REPLACEMENTS = {torch.nn.LayerNorm: LayerNorm, torch.nn.RMSNorm: RMSNorm}
 
-# The largest normalized size of a compared input, for layers that compute the same for all sizes.
+# The normalized sizes of torch's own layers are reduced to this one for the comparison. Layers that have no normalized
+# size get inputs of this width and of the next one.
 _WIDTH = 8
 
 # Names of a module's parameters, for each parameter of this package's layers.
@@ -146,6 +147,7 @@ class Comparison:
             return error
 
     def _results_of_both(self, *arguments: Any, **options: Any) -> list[Any]:
+        """Return the results of the module's own forward and of the replacement's."""
         return [self._results(forward, *arguments, **options) for forward in (self.original, self.spec.compute)]
 
     def difference(self) -> str | None:
@@ -153,7 +155,7 @@ class Comparison:
         return self._compare_sizes() or self._compare_large_numbers() or self._compare_dtypes()
 
     def _compare_sizes(self) -> str | None:
-        """Compare outputs and gradients for all sizes and, for one size, in the other mode."""
+        """Compare outputs and gradients for all sizes, and for one size also in the other mode (training or eval)."""
         dtype, parameter_dtype, _ = self.dtypes
         gates = (dtype, None) if self.has_gate else (None,)  # without one, some layers raise an error
         is_training = self.module.training

@@ -358,7 +358,7 @@ class _Match:
         return [each for each in (self.given["weight"], self.given["bias"]) if each is not None]
 
     def fits(self) -> bool:
-        """Return whether the operator takes the batch sizes of all parameters together."""
+        """Return whether the operator takes these parameters together, and nothing outside a body observes the sum."""
         is_body = hasattr(self.norm.graph.owning_module, "torchdynamo_force_dynamic")  # of a higher-order operator
         outputs = self.norm.graph.output_node().all_input_nodes
         if is_body and self.sum and any(order.may_share_storage(each, self.sum.total) for each in outputs):
@@ -371,19 +371,18 @@ class _Match:
         return _share_batch_sizes(self.dims, *parameters, self.sum.gate if self.sum else self.given["input_scale"])
 
     def can_multiply_parameters(self, modulation: _Modulation) -> bool:
-        """Return whether the modulation can be multiplied by weight and bias in one dtype, as tensors without rows."""
+        """Return whether weight and bias can be multiplied by the factor: in one dtype, and smaller than the output."""
         if modulation.is_zero_centered or self.given["zero_centered_weight"] or _are_alike(modulation.factor, self.y):
-            return False
+            return False  # other formulas, or products of the size of the output
         values = map(fake_tensor, [self.given["input"], *self.own_parameters, *modulation.parameters])
-        have_no_rows = all(recorded(each).dim() == self.dims for each in self.own_parameters)
-        return have_no_rows and all(v is not None and v.dtype == recorded(self.y).dtype for v in values)
+        are_shared = all(recorded(each).dim() == self.dims for each in self.own_parameters)
+        return are_shared and all(v is not None and v.dtype == recorded(self.y).dtype for v in values)
 
     def insertion_point(self) -> Node | None:
         """Return the node before which the call belongs, or None if there is no such node.
 
-        The call comes after all that it reads and before all that reads what it replaces. No node between the first
-        and the last one that it replaces writes, so that its arguments have the same values everywhere there. Streams
-        and waits for them do not change either.
+        The call comes after all that it reads, and before all that reads what it replaces. From the first to the last
+        replaced node, none writes or waits for a stream, and all have one stream: its arguments keep their values.
         """
         first, last = min(self.replaced), max(self.replaced)
         parameters = self.modulation.parameters if self.modulation else []
@@ -426,9 +425,10 @@ class _Match:
         return True
 
     def module_stack(self, point: Node) -> dict[str, Any] | None:
-        """Return the modules that contain all replaced nodes, or None if the call splits the nodes of another one.
+        """Return the modules that contain all replaced nodes, for the new nodes; None if the call splits another one.
 
-        torch.export.unflatten makes a module of consecutive nodes, and no tuple may cross its border.
+        torch.export.unflatten makes a module of consecutive nodes. A call between nodes of a deeper module would make
+        two of it. All new nodes are in the same modules, because the tuple that the call returns cannot leave one.
         """
         result = self.modulation.replaced[-1] if self.modulation else self.y
         stacks = [list(node.meta.get("nn_module_stack", {}).items()) for node in self.replaced]
@@ -463,7 +463,7 @@ class _Match:
         return results
 
     def _modulated_parameters(self, modulation: _Modulation) -> dict[str, Any]:
-        """Return ``weight * factor`` and ``bias * factor + shift``, which have no rows, and insert what they need."""
+        """Return ``weight * factor`` and ``bias * factor + shift``, and insert the nodes that compute them."""
         weight, bias, factor, shift = self.given["weight"], self.given["bias"], modulation.factor, modulation.shift
         product = factor if weight is None else self._call(_aten.mul.Tensor, (weight, factor))
         if bias is not None:

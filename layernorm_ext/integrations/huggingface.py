@@ -159,7 +159,7 @@ def _rms_norm(module: Any, x: Tensor, *gate: Tensor | None, **options: Any) -> T
     shape = module.normalized_shape if weight is None else weight.shape
     eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
     dtype = x.dtype
-    # Some classes return the input's dtype, others the wider one: call their own forward with an input without rows.
+    # Some classes return the input's dtype, others the wider one: call their own forward with an input of zero rows.
     if weight is not None and weight.dtype != dtype:
         empty = x.new_empty(0, *shape)
         dtype = type(module).forward(module, empty, *(empty for _ in gate)).dtype
