@@ -37,7 +37,7 @@ IS_X86 = platform.machine() in ("x86_64", "AMD64")
 CPU_CAPABILITIES = {"DEFAULT": []}
 if IS_X86:
     CPU_CAPABILITIES["DEFAULT"] = ["-O2"]  # for CPUs without AVX2; a sixth smaller than with -O3
-    CPU_CAPABILITIES["AVX2"] = ["-mavx2", "-mfma", "-mf16c", "-mprfchw"]  # older CPUs ignore the latter's instruction
+    CPU_CAPABILITIES["AVX2"] = ["-mavx2", "-mfma", "-mf16c", "-mprfchw"]  # older CPUs ignore PREFETCHW
     CPU_CAPABILITIES["AVX512"] = [
         *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprfchw"),
         "-mprefer-vector-width=512",
@@ -155,7 +155,7 @@ def cpu_capabilities() -> dict[str, list[str]]:
 
 
 def _write_kernel_sources(folder: Path) -> dict[str, list[str]]:
-    """Write one source per kernel source and CPU capability, which includes the former; return the flags of each."""
+    """Write a source for each kernel source and CPU capability, which includes it; return the flags of each."""
     flags = {}
     for capability, options in cpu_capabilities().items():
         for source in map(Path, KERNEL_SOURCES):

@@ -25,7 +25,7 @@ def max_jobs(root: Path = Path("/")) -> int:
 def _control_groups(root: Path) -> Iterator[Path]:
     """Yield the folders of this process's control groups and of their ancestors, whose limits hold as well.
 
-    A container may see its own group as the root, and the path of the group on the host: then the latter is missing.
+    In a container, the path may be that on the host, which does not exist there: then the root folder has the limits.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

@@ -90,11 +90,11 @@ def norm(
         normalized_shape = () if input.is_nested else input.shape[1:2]
     normalized_shape = tracing.constant_sizes(normalized_shape)
     records_aten = tracing.records_aten()
-    # Without this check, the dispatcher would refuse nested tensors with an error that names no argument.
+    # A jagged tensor is a Python subclass, which refuses operators in inference mode without naming the argument.
     if records_aten or has_nested(input, *tensors.values()):
         tracing.check(input, normalized_shape, **tensors, **options)
     options["inplace"] = inplace
-    function = tracing.norm if records_aten else _call_operator
+    function = tracing.norm_by_aten if records_aten else _call_operator
     output, total = function(input, normalized_shape, eps, **tensors, **options)
     return output if residual is None else (output, total)
 

@@ -121,7 +121,7 @@ def check(input: Tensor, normalized_shape: Sequence[Any], **arguments: Any) -> N
         torch.ops.layernorm.check(input, normalized_shape, **arguments)
 
 
-def norm(
+def norm_by_aten(
     input: Tensor,
     normalized_shape: Sequence[int],
     eps: float,
