@@ -126,10 +126,10 @@ def is_result(quantity: str, pass_name: str) -> bool:
 
 
 class Contender:
-    """A contender's calls on each set of tensors, the errors of its results, and its failures.
+    """A contender's calls for each case (see make_cases()), the errors of its results, and its failures.
 
-    `expected` has the exact outputs, then the exact gradients, whose names begin with "grad_". The results on the first
-    set of tensors are compared with them.
+    `expected` has the exact outputs, then the exact gradients, whose names begin with "grad_". The results for the
+    first case are compared with them.
     """
 
     def __init__(self, name: str, dtype: torch.dtype, bind: Callable[[], list[Calls]], expected: dict[str, Exact]):
@@ -166,16 +166,20 @@ class Contender:
         return {"contender": self.name, "status": status, "message": message, "error": largest}
 
 
-def bind_contenders(names: Iterable[str], sets: list[Case]) -> list[Contender]:
-    """Bind contenders to all sets of tensors and compare their results on the first set with float64."""
+def bind_contenders(names: Iterable[str], cases: list[Case]) -> list[Contender]:
+    """Bind contenders to the tensors of each case, and compare their results for the first case with float64.
+
+    The cases have one size: a GPU cycles through them, so that kernels do not find tensors in its caches
+    (make_cases()).
+    """
 
     def bind(name: str) -> list[Calls]:
         _, location, of_case = CONTENDERS[name]
         function = resolve_name(location)
-        return [Calls(of_case(function, case), (case.x, case.weight, case.bias), case.dy) for case in sets]
+        return [Calls(of_case(function, case), (case.x, case.weight, case.bias), case.dy) for case in cases]
 
-    expected = exact_results(sets[0])
-    return [Contender(name, sets[0].dtype, partial(bind, name), expected) for name in names]
+    expected = exact_results(cases[0])
+    return [Contender(name, cases[0].dtype, partial(bind, name), expected) for name in names]
 
 
 def bind_functions(functions: dict[str, Callable], reference: Callable, tensors: list[Tensor]) -> list[Contender]:

@@ -28,7 +28,7 @@ SWEEPS = {
 
 
 def make_cases(device: Device, rows: int, cols: int, dtypes: str) -> list[Case]:
-    """Return enough cases that their inputs and outputs fill `device.rotate` bytes."""
+    """Return as many cases of one size as fill `device.rotate` bytes with their inputs and outputs."""
     first = Case(rows, cols, dtypes, device.name)
     count = max(1, -(-device.rotate // (2 * first.x.nbytes)))
     return [first, *(Case(rows, cols, dtypes, device.name) for _ in range(count - 1))]
@@ -38,11 +38,11 @@ def measure_kernels(
     device: Device, rows: int, cols: int, dtypes: str, contenders: list[str], passes: list[str], seconds: float
 ) -> Iterator[dict]:
     """Time forward, backward and both on SHAPES, relative to torch and to a copy, after checking the results."""
-    sets = make_cases(device, rows, cols, dtypes)
-    copied = Contender(COPY, sets[0].dtype, lambda: [Copy(case) for case in sets], {})
-    entries = [*bind_contenders(contenders, sets), copied]
+    cases = make_cases(device, rows, cols, dtypes)
+    copied = Contender(COPY, cases[0].dtype, lambda: [Copy(case) for case in cases], {})
+    entries = [*bind_contenders(contenders, cases), copied]
     for pass_name, mode in product(passes, device.modes):
-        case = {"rows": rows, "cols": cols, "dtypes": dtypes, "pass": pass_name, "mode": mode, "sets": len(sets)}
+        case = {"rows": rows, "cols": cols, "dtypes": dtypes, "pass": pass_name, "mode": mode, "sets": len(cases)}
         yield from time_pass(device, entries, case, pass_name, seconds, mode, ("torch", COPY))
 
 
