@@ -60,9 +60,10 @@ def emulated(name, mode="plain", **limits):
     return Backend(name, "cpu", library.ops, lambda *args, **kwargs: library.ops.forward(*args, **kwargs)[0], schedule)
 
 
-# A GPU keeps a row in the registers of a block or of a cluster of blocks, or nowhere, so that two launches read it. By
-# these limits of the emulated GPU, short rows take each path: with path_limit=0, no row fits into a block, nor an image
-# into shared memory, and compute capability 8.0 has no clusters.
+# Forward keeps short rows in registers. Other rows, and all rows of backward, are staged in the shared memory of a
+# block or of a cluster of blocks, or take two launches, which read them twice. By these limits of the emulated GPU,
+# short rows take each path: with path_limit=0, registers hold no row, a block holds 32 vectors of a row, and shared
+# memory holds no image; compute capability 8.0 has no clusters.
 PATHS = {
     "registers": {},
     "clusters": {"path_limit": 0},
@@ -146,7 +147,9 @@ def run(
 ):  # fmt: skip
     """Return the results of both operators for the upstream gradients of the output, `dy`, and of the sum, `grad_sum`.
 
-    `mask` is the output_mask of backward, or its first three entries. `options` are passed to both operators.
+    x is the input; with a residual, the norm's input is the sum. weight, bias, residual, gate and input_scale are
+    arguments of forward. `mask` is the output_mask of backward, or its first three entries. `options` are passed to
+    both operators.
     """
     shape = normalized_shape or x.shape[-1:]
     gates = {"gate": gate, "input_scale": input_scale}

@@ -232,7 +232,10 @@ def graph_of(text, seed):
 
 
 def results_of(function, seed):
-    """Return a program's outputs, its arguments, which it may have changed, and the gradients of both."""
+    """Return a program's outputs, its arguments, which it may have changed, and the gradients of all these.
+
+    The gradients are those by the inputs, of which the arguments are copies.
+    """
     torch.default_generator.manual_seed(seed)
     leaves = inputs(seed)
     arguments = [leaf.clone() for leaf in leaves]

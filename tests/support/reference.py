@@ -64,7 +64,10 @@ class Forward:
 
 
 class Backward:
-    """The gradients for the upstream gradient dy, and that of the sum with a residual, grad_sum."""
+    """The gradients of a norm, whose Forward is `forward`.
+
+    The upstream gradients are `dy`, that of the output, and `grad_sum`, that of the sum with a residual.
+    """
 
     def __init__(self, dy, forward, weight, rms=False, grad_sum=0):
         self.g = dy if weight is None else dy * weight
@@ -86,7 +89,11 @@ class Backward:
 
     @functools.cached_property
     def abs_terms(self):
-        """The sum of the magnitudes of grad_input's terms, to which its error is proportional."""
+        """The sum of the magnitudes of grad_input's terms, to which its error is proportional.
+
+        The error of xhat is relative to 1 + abs(xhat), as in output_error(), and so is the factor of mean_abs_gx. For
+        RMSNorm, which has no mean, the bound is wider than necessary, because it includes mean_abs_g.
+        """
         abs_g, abs_xhat = abs(self.g), abs(self.xhat)
         mean_abs_g, mean_abs_gx = abs_g.mean(1, keepdims=True), (abs_g * abs_xhat).mean(1, keepdims=True)
         return self.rstd * (abs_g + mean_abs_g + (1 + abs_xhat) * mean_abs_gx) + abs(self.grad_sum)
@@ -195,10 +202,11 @@ class CheckedForward(Forward):
         super().__init__(x * factors.of_input, eps, rms)
         self.mean_error = self.rstd_error = self.xhat_error = 0  # rstd_error is relative to rstd
         if factors.is_first:
-            # Both errors are in standard deviations, like xhat.
+            # error and mean_error are multiplied by rstd, like xhat: they are in standard deviations.
             error, abs_xhat = factors.input_error * self.rstd * abs(x * factors.of_input), abs(self.xhat)
             mean_error, self.rstd_error = (t.mean(-1, keepdims=True) for t in (error, abs_xhat * error))
             self.mean_error = mean_error / self.rstd
+            # The terms of the docstring; RMSNorm subtracts no mean.
             self.xhat_error = error + (0 if rms else mean_error) + abs_xhat * self.rstd_error
 
     def output_error(self, dtype, weight, bias):
@@ -233,7 +241,8 @@ def check_forward(
 ):  # fmt: skip
     """Check output, mean and rstd of the 2-d tensor x, and return the exact Forward.
 
-    `dtype` is that of the output, by default that of x. `gate` are the arguments of GateFactors.
+    `results` are output, mean and rstd. `dtype` is that of the output, by default that of x. `gate` has the arguments
+    of GateFactors. `context` is shown if a check fails.
     """
     y, mean, rstd = results
     factors = GateFactors(x.dtype, **gate)
@@ -322,7 +331,8 @@ class Gradients:
     def check_sum_of_rows(self, name, like, products, errors):
         """Check the gradient of a parameter: the sums of products over the rows that share its values.
 
-        `like` is the parameter, whose batch sizes broadcast to those of the input: each is a sample of rows.
+        `like` is the parameter. Its batch sizes broadcast to those of the input, and the rows that share its values are
+        a sample. `errors` are the largest errors of the products.
         """
         if self.has_any(name):
             samples = math.prod(like.shape[:-1])
@@ -336,11 +346,13 @@ def check_backward(
     results, dy, x, weight=None, bias=None, eps=1e-5, context=(), *, rms=False, zero_centered_weight=False,
     grad_sum=None, xhat_error=0, sum_error=0, scaled_input=None, input_scale=None, gate=None, **activation,
 ):  # fmt: skip
-    """Check the gradients of input, weight, bias and, if given, gate, scaled_input and input_scale.
+    """Check the gradients of the norm's input x, of weight, bias and, if given, gate, scaled_input and input_scale.
 
     `results` has the gradients in the order of Gradients.NAMES; those that are None are not checked. Return the exact
-    Backward. `xhat_error` is an error of the xhat from which backward computes the gradients, and `sum_error` a
-    relative error of sums over rows, in addition to PARAMETER_GRADIENT.
+    Backward. With an input_scale, x is the sum input_scale * scaled_input + residual, and `grad_sum` is the upstream
+    gradient of the sum with a residual. `activation` has arguments of GateFactors. `xhat_error` is an error of the xhat
+    from which backward computes the gradients, and `sum_error` a relative error of sums over rows, in addition to
+    PARAMETER_GRADIENT. `context` is shown if a check fails.
     """
     gradients, batch = Gradients(results, x, context), x.shape[:-1]
 
