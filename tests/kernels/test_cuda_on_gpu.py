@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(
 
 CUDA = installed("cuda")
 
-# Rows and columns for each path: a tile of a few threads or of many, a cluster, resident blocks, two launches, and one
-# launch for all gradients.
+# Rows and columns for each path: rows of a few lanes, of a block and of a cluster, two sizes that take two launches,
+# and few rows whose gradients take one launch.
 SHAPES = [(300, 64), (70, 4096), (9, 40000), (3, 400000), (2, 3000000), (20, 768)]
 # Images [N, C, P] whose channels fit into shared memory in both passes, in forward alone, and in neither.
 IMAGES = [(3, 64, 300), (2, 500, 70), (2, 1000, 50)]

@@ -53,16 +53,17 @@ from support.reference import (
 
 from layernorm_ext import add_ada_layer_norm
 
-# Numbers of columns on both sides of limits: of a pack, of narrow rows, of the tiles of a GPU, and of chunks of sums.
+# Numbers of columns on both sides of limits: of a pack, of narrow rows, of the columns of a warp and of a block on a
+# GPU, and of chunks of sums.
 COLUMNS = [1, 3, 31, 32, 33, 64, 100, 257, 768, 1023, 1025, 2048, 2049, 4100, 9000, 20001]
-# A pack of the CPU kernels has 4 to 32 pixels, and a block of pixels, whose channels are summed together, 64 to 256.
+# In the CPU kernels, a pack has 4 to 32 pixels, and a tile, whose channels are summed together, 64 to 256.
 PIXELS = [*range(1, 70), 127, 128, 129, 196, 255, 256, 257, 300, 511, 520]
 # Sums run over 16 channels at a time; 96 and 192 are widths of ConvNeXt.
 CHANNELS = [1, 2, 3, 15, 16, 17, 31, 33, 96, 192]
 IMAGES = {  # shapes [N, C, pixels]
-    "every tail of packs and blocks of pixels": [(2, 5, pixels) for pixels in PIXELS],
+    "every tail of packs and tiles": [(2, 5, pixels) for pixels in PIXELS],
     "numbers of channels": [(n, c, p) for c in CHANNELS for n, p in ((3, 7), (2, 45), (1, 300))],
-    "shorter blocks of pixels, and too many channels for shared memory": [(2, 1100, 130), (1, 5000, 3)],
+    "shorter tiles, and too many channels for shared memory": [(2, 1100, 130), (1, 5000, 3)],
     "partial sums over several images": [(31, 3, 1), (33, 3, 2), (70, 3, 5)],
     "partial sums over one image or a part of it": [(3, 3, 31), (5, 3, 32), (20, 3, 300), (1, 3, 2000), (4, 2, 16384)],
 }

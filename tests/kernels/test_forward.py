@@ -93,7 +93,8 @@ def test_sums_that_round_in_one_direction(backend, dtype, cols, outliers):
 def test_rows_that_begin_with_other_values(backend, dtype, first, noise):
     """The CPU kernels estimate a row's mean from its first values, and try again if (mean - estimate)^2 > variance.
 
-    The ratio of both is about cols / first - 1 without noise: 1 for the numbers of columns near 2 * first.
+    The ratio of (mean - estimate)^2 and the variance is about cols / first - 1 without noise: 1 for the numbers of
+    columns near 2 * first.
     """
     for cols in (first + 1, 2 * first - 1, 2 * first, 2 * first + 1, 3 * first, 100, 1000, 5000):
         x = noise * torch.randn(20, cols, dtype=F64) + torch.logspace(-2, 1, 20, dtype=F64)[:, None]
@@ -121,7 +122,7 @@ def test_nan_parameters_give_nan(backend):
 
 @rows_and_images
 def test_flushing_subnormal_numbers_keeps_those_of_float16(backend, run):
-    """They are normal numbers in float32, and torch's own conversions keep them."""
+    """Subnormal numbers of float16 are normal in float32, and torch's own conversions keep them."""
     if backend.name != "cpu":
         pytest.skip("torch.set_flush_denormal concerns the CPU's arithmetic")
     x, w, b = (randn(shape, F64) * 2.0**-16 for shape in ((3, 100), 100, 100))

@@ -53,7 +53,10 @@ gates = pytest.mark.parametrize("batches", GATES.values(), ids=GATES)
 
 
 def check_gated_residual(backend, x, residual, weight, bias, gate, dy, grad_sum, **variant):
-    """Check both operators for the norm of gate * x + residual."""
+    """Check both operators for the norm of gate * x + residual.
+
+    `gate` is the operators' input_scale, and `grad_sum` the upstream gradient of the sum.
+    """
     inputs = {"residual": residual, "input_scale": gate, "grad_sum": grad_sum, **variant}
     results = run(backend, x, dy, weight, bias, EPS, mask=ALL, **inputs)
     assert results.grad_gate is None and None not in (results.grad_scaled_input, results.grad_input_scale)
@@ -229,7 +232,7 @@ ANOTHER_ORDER = {"rtol": 1e-12, "atol": 1e-12}
 @pytest.mark.parametrize("mode", ["eager", "kernel", "aten"])
 @pytest.mark.parametrize("has_gate", [False, True])
 def test_one_parameter_of_groups_may_be_shared_by_all_rows(shapes, mode, has_gate):
-    """While the other one is per sample, per position or per row."""
+    """The weight or the bias is; the other parameter is per sample, per position or per row."""
     x, w, b = (torch.randn(shape, dtype=F64, requires_grad=True) for shape in ((4, 9, 12), *shapes))
     gate = torch.randn(4, 9, 12, dtype=F64) if has_gate else None
 

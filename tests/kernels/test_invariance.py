@@ -197,8 +197,11 @@ def test_address_of_every_tensor(dtypes, cols):
 
 @output_dtypes
 @pytest.mark.parametrize("rows, cols", [(2, 2097704), (520, 8193), (1030, 8200), (4099, 2049)])
-def test_rows_of_large_outputs(use_threads, dtypes, rows, cols):
-    """Large outputs have streaming stores, which need aligned addresses in each row and each thread's part."""
+def test_rows_of_large_outputs_have_the_bits_of_small_outputs(use_threads, dtypes, rows, cols):
+    """Outputs from 16 MiB on have streaming stores, which need aligned addresses in each row and each thread's part.
+
+    The parts are too small for them, except the row of float64.
+    """
     x, _, w, b = random_args(installed("cpu"), dtypes, rows, cols)
     for threads in (1, 4):
         use_threads(threads)
@@ -307,8 +310,8 @@ WORK = {
     "narrow rows, many segments": (4099, 64, run),
     "narrow rows, a few segments": (700, 200, run),
     "wide rows, many segments": (300, 1100, run),
-    "fewer segments than threads: tiles of columns": (20, 5000, run),
-    "tiles of columns of narrow 16-bit rows": (20, 1536, run),
+    "fewer segments than threads: some columns for each task": (20, 5000, run),
+    "some columns of narrow 16-bit rows for each task": (20, 1536, run),
     "fewer rows than threads: chunks of a row": (5, 20001, run),
     "one long row": (1, 300_001, run),
     "groups of chunks": (2, (1 << 20) + 5000, run),
@@ -323,8 +326,8 @@ WORK = {
 
 @pytest.mark.parametrize("dtypes", [(F64, F64), (F32, F32), (BF16, BF16), (BF16, F32)], ids=dtypes_id)
 @pytest.mark.parametrize("rows, cols, call", WORK.values(), ids=WORK)
-def test_number_of_threads(backend, use_threads, dtypes, rows, cols, call):
-    """It changes no bit, unlike in torch's gradients of the weight."""
+def test_the_number_of_threads_changes_no_bit(backend, use_threads, dtypes, rows, cols, call):
+    """In torch, it changes bits of the gradient of the weight."""
     arguments = random_args(backend, dtypes, rows, cols, offset=10)
     use_threads(1)
     expected = call(backend, *arguments)

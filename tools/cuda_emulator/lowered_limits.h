@@ -6,7 +6,7 @@
 
 namespace layernorm::cuda {
 
-inline int64_t kMaxGridY = 5;  // small, so that a block takes several segments
+inline int64_t kMaxGridY = 5;  // small: a block takes several segments, samples (add_partials) or iterations
 inline int64_t kMaxRegisterVectors = 2048, kMaxWarpVectors = 128, kMaxBlockVectors = 2048;
 inline int64_t kMaxStagedBytes = 96 * 1024;
 inline int64_t kFewIterations = 0;  // few rows then reach the kernel that adds partial sums

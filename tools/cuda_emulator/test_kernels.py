@@ -199,7 +199,7 @@ def test_backward_fits_into_shared_memory(library, architecture, dtype, vectors)
             check(run(library, x, dy, w, b, grad_sum=grad_sum), x, dy, w, b, grad_sum=grad_sum)
 
 
-# Numbers of columns, in vectors of 16 bytes, and the rows that a block of 256 threads then takes in one iteration.
+# Numbers of columns, in vectors of 16 bytes.
 @kernel_dtypes
 @pytest.mark.parametrize("vectors", [5, 100, 200, 700])
 def test_few_rows_take_one_launch(library, dtypes, vectors):
@@ -207,6 +207,7 @@ def test_few_rows_take_one_launch(library, dtypes, vectors):
     vector = 16 // dtypes[0].itemsize
     elements = 16  # of a thread
     for cols in (vectors * vector, vectors * vector - 1):
+        # The threads of a row in backward, and the rows that a block of 256 threads takes in one iteration.
         threads = max(2 ** math.ceil(math.log2(cols / elements)), 2)
         if threads > 32:
             threads = math.ceil(cols / elements / 32) * 32
@@ -218,6 +219,7 @@ def test_few_rows_take_one_launch(library, dtypes, vectors):
         ):
             rows = (iterations - 1) * rows_of_iteration + 1
             x, dy, w, b = random_args(library, dtypes, rows, cols)
+            # A cluster has up to 8 blocks, each with a segment of as many iterations (GradientPlan::set_segments).
             blocks = math.ceil(iterations / math.ceil(iterations / 8)) if architecture == 90 else 1
             with library.schedule(iterations, architecture=architecture, few_iterations=2):
                 library.launched()
@@ -325,7 +327,9 @@ def test_rows_of_long_samples_share_segments(library, samples_and_rows, run):
 
 
 @pytest.mark.parametrize("rows", [257, 511])
-@pytest.mark.parametrize("path_limit, cols", [(0, 132), (emulated_build.UNLIMITED, 2056)], ids=["cut", "in registers"])
+@pytest.mark.parametrize(
+    "path_limit, cols", [(0, 132), (emulated_build.UNLIMITED, 2056)], ids=["several blocks", "one block"]
+)
 def test_weight_gradients_sum_256_rows_at_once(library, rows, path_limit, cols):
     """In float32, the ones after 2^24 are lost in the same sum, but not in the next one.
 
