@@ -155,7 +155,7 @@ def cpu_capabilities() -> dict[str, list[str]]:
 
 
 def _write_kernel_sources(folder: Path) -> dict[str, list[str]]:
-    """Write a source for each kernel source and CPU capability, which includes it; return the flags of each."""
+    """Write a source that includes a kernel source, for each of these and CPU capability; return the flags of each."""
     flags = {}
     for capability, options in cpu_capabilities().items():
         for source in map(Path, KERNEL_SOURCES):

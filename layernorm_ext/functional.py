@@ -173,8 +173,9 @@ def add_layer_norm(
             If ``weight`` or ``bias`` have batch sizes other than 1 as well, these must be equal. Ones if ``None``.
         zero_centered_weight: Whether to multiply by ``weight + 1``.
         inplace: Whether to overwrite ``residual`` with the sum and return it, instead of a new tensor. No other
-            argument may share memory with it. Backward reads the sum. If the next call overwrites it in turn, backward
-            raises an error, as after :meth:`torch.Tensor.add_`, so that a chain of such calls cannot be trained.
+            argument may share memory with it. A jagged residual is overwritten with its holes. Backward reads the sum.
+            If the next call overwrites it in turn, backward raises an error, as after :meth:`torch.Tensor.add_`, so
+            that a chain of such calls cannot be trained.
 
     Returns:
         Output and sum, each of the shape of ``input``. The output has the dtype of ``input``, the sum that of
