@@ -77,13 +77,13 @@ def torchvision():
     """
     register_fake = torch.library.register_fake
 
-    def register_others(name, *args, **kwargs):
+    def register_unless_torchvision(name, *args, **kwargs):
         if torch.version.cuda is None and str(name).startswith("torchvision::"):
             return lambda function: function
         return register_fake(name, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ModuleNotFoundError):
-        patch.setattr(torch.library, "register_fake", register_others)
+        patch.setattr(torch.library, "register_fake", register_unless_torchvision)
         return importlib.import_module("torchvision")
 
 

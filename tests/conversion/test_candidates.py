@@ -536,7 +536,7 @@ def test_positional_only_and_starred_arguments():
 
 def test_overridden_methods_stay():
     class Overriding(torch.nn.LayerNorm):
-        """Doubles its output beside forward, keeps its dtype, and takes any state."""
+        """Doubles its output in __call__, outside of forward, keeps its dtype, and takes any state."""
 
         def __call__(self, x):
             return 2 * super().__call__(x)

@@ -260,7 +260,7 @@ def test_equal_layers_are_compared_once(comparisons):
 
 
 def test_layers_that_differ_are_compared_separately():
-    """They differ in the class, an attribute, the shape, the mode, a buffer, or an attribute that is a list."""
+    """The layers differ in class, eps, shape, training mode, a buffer, or an attribute that is a list."""
     register_conversion(LikeLlama)
     register_conversion(MyNorm, build_ours)
 

@@ -478,7 +478,7 @@ def test_an_encoder_whose_fast_path_cannot_be_disabled_is_reported():
 
 
 class ParametersOfAModule(OrderedDict):
-    """As DeepSpeed's ZeROOrderedDict, it knows its module, and cannot be created or read without it."""
+    """Like DeepSpeed's ZeROOrderedDict, it knows its module, and cannot be created or read without it."""
 
     def __init__(self, parent_module, *args, **kwargs):
         super().__init__(*args, **kwargs)

@@ -22,7 +22,8 @@ NORMS = 2 * 4 + 1  # two layers with norms of input, queries, keys and MLP input
 @pytest.fixture(scope="module")
 def hook():
     """Return layernorm_ext.integrations.megatron, with one process as every group of Megatron."""
-    with warnings.catch_warnings(action="ignore"), pytest.MonkeyPatch.context() as patch:  # it misses Apex
+    # Megatron warns that Apex is missing.
+    with warnings.catch_warnings(action="ignore"), pytest.MonkeyPatch.context() as patch:
         pytest.importorskip("megatron.core")
         from megatron.core import parallel_state, tensor_parallel
 

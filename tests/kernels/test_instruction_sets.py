@@ -1,7 +1,7 @@
-"""The CPU kernels for each lesser instruction set of this machine pass the tests of results, with its recorded bits.
+"""The CPU kernels for each lesser instruction set of this machine pass the tests of results and give the recorded bits.
 
-A user runs the kernels for the best set, which all other tests test. torch chooses the instruction set when it is
-loaded, so that each needs a process of its own.
+All other tests run the kernels for the machine's best set, as users do. torch chooses the instruction set when it is
+loaded, so that each set needs a process of its own.
 """
 
 import os

@@ -152,9 +152,10 @@ SECOND_DERIVATIVES = {
 
 @pytest.mark.parametrize("second_derivative", SECOND_DERIVATIVES.values(), ids=SECOND_DERIVATIVES)
 def test_func_by_every_pair_of_input_weight_and_bias(layer_norm, double, second_derivative):
-    """Torch's own are silently wrong: all four by weight and input, and the last two by input and input.
+    """The second derivatives of torch's layer_norm are silently wrong.
 
-    They are off by 0.75 where the largest value is 1.6, and by 1.5 where it is 4.7.
+    Those by weight and input are wrong in all four ways, and those by input twice in the last two. They are off by 0.75
+    where the largest value is 1.6, and by 1.5 where it is 4.7.
     """
     tensors = double(4, 8), double(8), double(8)
     ours, reference = (
@@ -280,7 +281,7 @@ def test_second_derivatives_of_hard_values(backend, double, dtype, exponent, rms
 
     expected = of_autograd(x, w, v)
     scaled = (x * 2.0**exponent).to(dtype), w.to(dtype), (v * 2.0**exponent).to(dtype)
-    # Unlike the others, the CUDA kernels do not multiply rows whose squares underflow by a power of two.
+    # The CUDA kernels do not rescale rows whose squares underflow, unlike the CPU kernels and of_func's composition.
     for derivative in (of_autograd, of_func) if backend.name == "cpu" or exponent > 0 else (of_func,):
         first, by_x, by_w = derivative(*scaled)
         actual = [(first.double(), exponent), (by_x.double(), exponent), (by_w.double(), 0)]

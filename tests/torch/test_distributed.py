@@ -115,8 +115,8 @@ def placements_of(tensors):
 def assert_stays_sharded(mesh, function, tensors, placements, tolerance):
     """Compare a function of distributed tensors with that of whole ones; neither pass needs a collective.
 
-    The first tensor is the input, and all outputs have its placement. Each process has only a part of the sum that is
-    the gradient of a replicated parameter.
+    `placements` are those of the tensors. The first tensor is the input, and all outputs have its placement. Each
+    process has only a part of the sum that is the gradient of a replicated parameter. `tolerance` is for the outputs.
     """
     whole = [t.clone().requires_grad_() for t in tensors]
     distributed = [distribute_tensor(t, mesh, [p]).requires_grad_() for t, p in zip(tensors, placements, strict=True)]
@@ -135,14 +135,19 @@ def assert_stays_sharded(mesh, function, tensors, placements, tolerance):
 
 @in_four_processes
 def family_keeps_batch_and_sequence_sharded(mesh):
-    """Images are sharded over N or H, adaptive parameters over N. Residuals and gates are always float32."""
+    """Images are sharded over N or H, adaptive parameters over N. Residuals and gates are always float32.
+
+    The memory of whole images is [N, C, H]. That of their shards is [N, H, C], because DTensor makes shards contiguous,
+    so the kernels for rows compute them, which add in another order than those for images. In bfloat16, the results
+    might round to other neighbors.
+    """
     members = [member for member in MEMBERS if "inplace" not in member.options]
     for member, shard, dtype in itertools.product(members, (Shard(0), Shard(1)), (torch.float32, torch.bfloat16)):
         if member.takes_images and dtype == torch.bfloat16:
             continue
         x, r, w, b = torch.randn(4, 8, 16), torch.randn(4, 8, 16), *torch.randn(2, 4, 16)
         is_adaptive = "ada" in member.name
-        if member.takes_images:
+        if member.takes_images:  # the member moves the last dimension to 1, and gets contiguous images
             x, r = (t.movedim(-1, 1).contiguous().movedim(1, -1) for t in (x, r))
         tensors = [x.to(dtype), *([r] if member.takes_r else []), w if is_adaptive else w[0]]
         tensors += [b if is_adaptive else b[0]] if member.takes_b else []

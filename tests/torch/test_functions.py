@@ -47,7 +47,10 @@ def parameter_shapes(member, shape):
 
 
 def assert_near(actual, expected, tolerance, dtypes):
-    """Compare results of the given dtypes with float64, relative to the largest value or 1."""
+    """Check the dtypes of results, and compare their values with the expected ones in float64.
+
+    `tolerance` is relative to the largest expected value or, if all of them are less than 1, absolute.
+    """
     for a, e, dtype in zip(actual, expected, dtypes, strict=True):
         assert a.dtype == dtype and a.shape == e.shape
         torch.testing.assert_close(a.double(), e.double(), rtol=0, atol=tolerance * max(1, e.abs().max().item()))
@@ -171,7 +174,7 @@ WITH_MIXED_PARAMETERS = {  # named by the parameter that is per sample, except t
 
 @pytest.mark.parametrize("function", WITH_MIXED_PARAMETERS.values(), ids=list(WITH_MIXED_PARAMETERS))
 def test_a_gradient_has_the_same_bits_whichever_others_are_computed(function):
-    """The gradient of the shared parameter is summed within each sample first, because another one is per sample."""
+    """The shared parameter's gradient is summed within each sample first, because the other parameter is per sample."""
     values = [randn(shape, F32) for shape in SHAPES]
 
     def gradients(mask):
@@ -295,7 +298,7 @@ def test_functionalized_calls_change_the_residual():
 
 
 def tensors_to_save(member, x, r, w, b, output, total=None):
-    """Return the tensors that the gradients of those that require one need, apart from the statistics.
+    """Return the tensors, apart from the statistics, that autograd must save for the required gradients.
 
     The parameters' shapes determine the order of summation. So the factor of x is always saved, and a bias is unless it
     has the shape and dtype of the weight.
@@ -397,7 +400,7 @@ def test_compiled_calls_have_the_same_bits(layout):
 
 
 @pytest.mark.inductor
-def test_inductor_fuses_neighbours_of_every_size():
+def test_inductor_fuses_neighbors_of_every_size():
     """Inductor may copy a residual that changes in place, which another rounding would show: it is float32.
 
     These members call all operators but forward, which test_tracing.py gives to Inductor. The other options are numbers

@@ -42,7 +42,10 @@ def tensors(dtype=F64, shape=(2, 3, 8)):
 
 
 def outputs_and_gradients(function, arguments):
-    """Return outputs, arguments, which the function may change because it gets copies, and the gradients of both."""
+    """Return outputs, copies of the arguments, and the gradients of all these by the arguments.
+
+    The function gets the copies and may change them.
+    """
     torch.default_generator.manual_seed(0)
     copies = [t.clone() for t in arguments]
     outputs = function(*copies)
@@ -391,7 +394,7 @@ class Child(torch.nn.Module):
 
 
 class Parent(torch.nn.Module):
-    """Calls a function with a child, by which it may call other functions, and the inputs."""
+    """Calls a function with a Child, through which it may call other functions, and with the inputs."""
 
     def __init__(self, function):
         super().__init__()

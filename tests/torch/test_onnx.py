@@ -23,7 +23,7 @@ exporters = pytest.mark.parametrize("dynamo", [True, False], ids=["torch.export"
 
 
 def export(model, x, dynamo, **options):
-    """Export a model for any batch size."""
+    """Export a model for any batch size by the exporter of torch.export (`dynamo`) or of TorchScript."""
     if dynamo:
         shapes = ({0: torch.export.Dim("batch")},)
         options |= {"dynamic_shapes": shapes, "verbose": False}
@@ -51,7 +51,10 @@ def run(program, x):
 
 
 def assert_exports(model, x, dynamo, tolerance):
-    """Compare the program, for a batch of another size, with the model, and return its operators."""
+    """Compare the exported program, for a batch of another size, with the model, and return its operators.
+
+    `dynamo` chooses the exporter.
+    """
     program = export(model, torch.cat([x, x]), dynamo)
     assert all(output.type.tensor_type.shape.dim[0].dim_param for output in program.graph.output), "a fixed batch size"
     expected = torch.utils._pytree.tree_leaves(model(x))

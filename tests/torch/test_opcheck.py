@@ -28,7 +28,7 @@ def test_random_calls(backend, name):
 
 
 def test_fake_cuda_tensors():
-    """torch.compile traces with them, which needs no GPU."""
+    """torch.compile traces with fake CUDA tensors, which need no GPU."""
     with FakeTensorMode():
         x, w = torch.empty(3, 4, 8, device="cuda"), torch.empty(8, device="cuda")
         output, mean, rstd = torch.ops.layernorm.forward(x, [8], w, w)

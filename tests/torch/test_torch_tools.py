@@ -47,8 +47,12 @@ def between_linear_layers(norm):
     return torch.nn.Sequential(torch.nn.Linear(8, 8), norm, torch.nn.Linear(8, 8))
 
 
-@pytest.mark.parametrize("norm", [layernorm_ext.LayerNorm(8), layernorm_ext.RMSNorm(8)], ids=["layer", "rms"])
-def test_fx_quantization_keeps_our_layers_in_float(monkeypatch, norm):
+@pytest.mark.parametrize(
+    "norm, function",
+    [(LayerNorm(8), layernorm_ext.layer_norm), (RMSNorm(8), layernorm_ext.rms_norm)],
+    ids=["layer", "rms"],
+)
+def test_fx_quantization_keeps_our_layers_in_float(monkeypatch, norm, function):
     monkeypatch.setattr(torch.backends.quantized, "engine", "x86")
     model, x = between_linear_layers(norm), torch.randn(50, 8)
     mapping = quantization.get_default_qconfig_mapping("x86")
@@ -56,11 +60,14 @@ def test_fx_quantization_keeps_our_layers_in_float(monkeypatch, norm):
     prepared(x)
     quantized = quantize_fx.convert_fx(prepared)
     assert isinstance(getattr(quantized, "0"), torch.ao.nn.quantized.Linear)
-    # Three layers quantize numbers up to 4 in steps of 2^-5.
+    assert function in [node.target for node in quantized.graph.nodes]  # torch.fx records the function of our layer
+    # The inputs and outputs of the two linear layers are quantized: numbers from about -4 to 4 in 128 steps of 2^-4,
+    # each off by up to 2^-5.
     torch.testing.assert_close(quantized(x), model(x), rtol=0, atol=0.3)
 
 
-# TorchScript: layers that convert() puts in the place of torch's become torch's functions; others raise torch's errors
+# TorchScript: LayerNorm, RMSNorm and their 2d forms become calls of torch's functions; other layers, and our functions,
+# raise torch's errors
 
 ZERO_CENTERED, NO_PARAMETERS = {"zero_centered_weight": True}, {"elementwise_affine": False}
 # Torch and the kernels round some ten operations in float32 by 6e-8.
@@ -116,7 +123,7 @@ def test_flop_counter_counts_as_many_operations_as_for_the_original(cls):
 
 @pytest.mark.parametrize("module_class", MODULES, ids=lambda module_class: module_class.__name__)
 def test_compiled_functions_may_create_modules(module_class):
-    """Dynamo cannot if a constructor sets two attributes before it calls that of the base class."""
+    """Dynamo cannot trace a constructor that sets two attributes before it calls that of the base class."""
 
     def normalize(x):
         return module_class(4)(*([x, x] if "Add" in module_class.__name__ else [x]))

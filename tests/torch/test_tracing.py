@@ -198,10 +198,10 @@ class RowsOfImages(LayerNorm):
 @pytest.mark.parametrize("classes", [(RowsOfImages,), (LayerNorm2d, RMSNorm2d)], ids=["rows", "images"])
 @pytest.mark.inductor
 def test_compiled_training_between_convolutions(classes):
-    """Inductor makes tensors near a convolution channels last, statistics as well, but then fails for other sizes.
+    """Inductor makes tensors near a convolution channels last, also the statistics, but then fails for other sizes.
 
-    Other sizes are therefore tested without this layout. There Inductor cannot order the symbolic strides of views of
-    images, so that autograd must not save such views.
+    Other sizes are therefore tested without this layout. For other sizes, Inductor cannot order the symbolic strides of
+    views of images, so autograd must not save such views.
     """
     blocks = [torch.nn.Sequential(cls(8), torch.nn.Conv2d(8, 8, 3)) for cls in classes]
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), *blocks)
@@ -299,7 +299,7 @@ class DiTBlock(torch.nn.Module):
 
 
 def add_norm_and_backward(dy, x, residual, w, b):
-    """Return the results of each operator, called as torch.ops.layernorm has it."""
+    """Return the results of each operator of torch.ops.layernorm, called directly."""
     shape, operators = x.shape[-1:], torch.ops.layernorm
     first = operators.forward(x, shape, w, b)[0]
     output, total, mean, rstd = operators.forward.fused(first, shape, w, b, 1e-5, residual)
@@ -307,7 +307,7 @@ def add_norm_and_backward(dy, x, residual, w, b):
 
 
 class BlocksAndOperators(torch.nn.Module):
-    """One program, because each ahead-of-time compilation takes seconds."""
+    """Blocks of models, and operators, in one program, because each ahead-of-time compilation takes seconds."""
 
     def __init__(self):
         super().__init__()
@@ -360,7 +360,7 @@ def test_saved_programs_run_in_another_process(tmp_path):
 
 @pytest.mark.parametrize("setting", ["kernel", None])
 def test_jit_traces_match_eager_calls(setting):
-    """They take any batch, can be saved, and call aten's operators with every setting."""
+    """Traces take any batch, can be saved, and call aten's operators with every setting."""
     model = Model().requires_grad_(False)
     with trace_as(setting):
         traced, x = torch.jit.trace(model, model.input(3)), model.input(7)
@@ -414,8 +414,8 @@ class Modulated(torch.nn.Module):
 def test_every_shape_of_scale_and_shift(cls):
     """Eager calls insert the dimensions of scale and shift in C++, and exported programs in Python.
 
-    A gate beside a residual has the shape of the scale, or of the shift.
-    Exported and traced programs call only aten and agree to some roundings of float64; the others have the same bits.
+    A gate beside a residual has the shape of the scale or, without a scale, of the shift. Programs of aten's operators
+    agree to some roundings of float64; that of the kernels has the same bits.
     """
     model, inputs = Modulated(cls), []
     for *shapes, _ in MODULATIONS.values():
@@ -439,7 +439,7 @@ def test_every_shape_of_scale_and_shift(cls):
 @pytest.mark.parametrize("cls", [AdaLayerNorm, AdaRMSNorm])
 @pytest.mark.parametrize("dtypes", DTYPES_16_BIT, ids=dtypes_id)
 def test_adaptive_output_is_rounded_once(cls, dtypes):
-    """aten's operators may round to the other neighbour, which is one eps away."""
+    """aten's operators may round to the other neighbor, which is one eps away."""
     tensors = randn((4, 6, 64), dtypes[0]), randn((4, 64), dtypes[1]), randn((4, 64), dtypes[1])
     module = cls(64)
     actual, expected = torch.export.export(module, tensors).module()(*tensors), module(*tensors)
