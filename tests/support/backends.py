@@ -221,7 +221,7 @@ def check_images(results, x, dy, *args, **kwargs):
 
 
 def bits(tensor):
-    """Return the tensor's elements as bytes, of which -0 and 0 have different ones, and equal NaNs the same."""
+    """Return the bytes of a tensor's elements. Those of -0 and 0 differ, and those of equal NaNs are equal."""
     values = tensor.detach().resolve_conj().resolve_neg()
     return values.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 

@@ -15,7 +15,7 @@ EPS = 2.0**-10  # not the default of any function, and exact in float32, in whic
 
 @dataclass(frozen=True)
 class Member:
-    """A public function with some of its options, called with four tensors, of which it takes those that it has.
+    """A public function with some of its options. Calls pass four tensors; it gets those that it has arguments for.
 
     x [*, C] is the input; r [*, C] the residual, or the gate of a gated norm; w the weight or scale; and b the bias or
     shift. With the option "gate", b is also the gate that multiplies x before the residual is added. w and b are [C]

@@ -71,7 +71,7 @@ def layer_with(forward, /, **attributes):
 
 
 class LikeT5(torch.nn.Module):
-    """An RMSNorm as T5's, whose output has the weight's dtype if that has 16 bits."""
+    """An RMSNorm like T5's. Its output has the weight's dtype if that has 16 bits."""
 
     def __init__(self, width):
         super().__init__()
@@ -83,7 +83,7 @@ class LikeT5(torch.nn.Module):
 
 
 class LikeLlama(LikeT5):
-    """An RMSNorm as Llama's, whose output has the wider dtype of input and weight."""
+    """An RMSNorm like Llama's. Its output has the wider dtype of input and weight."""
 
     def forward(self, x):
         y = x.to(F32)

@@ -24,7 +24,7 @@ OPERATORS = {
 CHECKS = {"check": torch.ops.layernorm.check.default}
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
-# Relative to the largest result. Errors of rounding are 100 times smaller, wrong formulas are off by the whole.
+# Relative to the largest result. Rounding errors are 100 times smaller, and wrong formulas are off by about 1.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 
 
@@ -213,7 +213,7 @@ def as_rows(t, args):
 
 
 def exact_results(name, args):
-    """Return the exact results of a call by name, as rows."""
+    """Return the exact results of a call by their names, as rows (see as_rows())."""
     values = {key: as_rows(t.double(), args) if isinstance(t, torch.Tensor) else t for key, t in args.items()}
     return (forward if "forward" in name else backward)(**values)
 
@@ -228,7 +228,7 @@ def backward(
     scaled_input=None, rms=False, zero_centered_weight=False, memory_efficient=False, num_groups=None, sigmoid=False,
     gate_first=False, **_,
 ):  # fmt: skip
-    """Return the gradients by name. They follow from the given rstd and, with memory_efficient, from the output."""
+    """Return the gradients by their names, from the given rstd and, with memory_efficient, from the output."""
     factor, derivative = (None, None) if gate is None else activate(gate, sigmoid)[:2]
     is_before, is_after = gate is not None and gate_first, gate is not None and not gate_first
     x, dy = input * factor if is_before else input, grad_output * factor if is_after else grad_output

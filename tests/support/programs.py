@@ -23,7 +23,7 @@ NAMES |= {name: partial(getattr(layernorm_ext, name), eps=EPS) for name in ("lay
 # Template of a statement -> how often it is drawn, relative to others. {f} is an activation, {p} a parameter, {y} the
 # newest tensor, and {a} any tensor; {n} is a new name, {k} a number, and {t} True or False. A statement that raises an
 # error is dropped.
-CHAIN = {  # what the pass fuses, or nearly
+CHAIN = {  # operations that the pass fuses, and similar ones
     "{n} = {f} + {f}": 6,
     "{n} = {f} + {y}": 4,
     "{n} = torch.add({f}, {f})": 2,
@@ -66,7 +66,7 @@ CHAIN = {  # what the pass fuses, or nearly
     "{n} = layer_norm(F.dropout({y}, 0.5, training=False), (8,))": 1,
     "{n} = {y} * {a}": 2,
 }
-NOISE = {  # what it does not fuse
+NOISE = {  # operations that the pass does not fuse
     "{n} = {a}.sin()": 4,
     "{n} = {y}.sin()": 3,
     "{n} = {f}.view(6, 8)": 1,
@@ -86,7 +86,7 @@ NOISE = {  # what it does not fuse
     "{n} = {p}.expand(2, 3, 8)": 1,
     "{n} = {p}.unsqueeze(0)": 1,
 }
-WRITES = {  # what changes a tensor that a fused call may read
+WRITES = {  # operations that change a tensor, which a fused call may read
     "{a}.mul_(0.5)": 3,
     "{y}.mul_(0.5)": 2,
     "{a}.add_({a})": 2,
@@ -112,7 +112,7 @@ STATISTICS = {  # norms beside an operator whose schema does not say that it wri
 
 
 def inputs(seed):
-    """Return the arguments of a program, of which 0.7 require a gradient."""
+    """Return the arguments of a program. Each of them requires a gradient with probability 0.7."""
     generator = torch.Generator().manual_seed(seed)
     leaves = [torch.randn(shape, generator=generator, dtype=F64) for shape in SHAPES.values()]
     return [leaf.requires_grad_(random.Random(seed + i).random() < 0.7) for i, leaf in enumerate(leaves)]
@@ -165,7 +165,7 @@ def source(seed, templates=TEMPLATES):
 
 
 def source_with_child(seed, templates):
-    """Return a program in which some lines are a function of their own, child, that ``run(child)`` calls.
+    """Return a program in which some lines are a function of their own, ``child``, which ``run(child)`` calls.
 
     ``run`` checkpoints the child or makes a module of it. The program calls ``hook`` with some results of the child.
     """
@@ -181,7 +181,7 @@ def source_with_child(seed, templates):
 
 
 def build(text, names=NAMES):
-    """Return the function that a program defines, in which these names have a meaning."""
+    """Return the function that a program defines. `names` has the values of the names that it uses."""
     namespace = dict(names)
     exec(text, namespace)
     return namespace["program"]

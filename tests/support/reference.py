@@ -176,10 +176,10 @@ def unit(dtype):
 
 
 class GateFactors:
-    """What a gated norm multiplies its input and its output by, and the relative errors of these factors.
+    """The factors by which a gated norm multiplies its input and its output, and their relative errors.
 
     One factor is the activation of the gate: that of the input with gate_first, otherwise that of the output. The other
-    factor is 1. Without a gate both are.
+    factor is 1. Without a gate, both are 1.
     """
 
     def __init__(self, dtype, gate=None, sigmoid=False, gate_first=False):
@@ -231,7 +231,7 @@ def assert_within(actual, expected, bounds, *context):
 
 
 def effective_weight(weight, zero_centered_weight):
-    """Return what xhat is multiplied by, the weight or 1 + weight, as an array."""
+    """Return the factor of xhat, which is weight or 1 + weight, as an array."""
     return None if weight is None else exact(weight) + int(zero_centered_weight)
 
 
@@ -296,7 +296,7 @@ def xhat_error_from_output(x, weight, bias, rms=False, zero_centered_weight=Fals
     """
     forward, w = Forward(exact(x), rms=rms), effective_weight(weight, zero_centered_weight)
     abs_weight, abs_bias = 1 if w is None else np.abs(w), 0 if bias is None else np.abs(exact(bias))
-    abs_output = np.abs(forward.xhat) + abs_bias / abs_weight  # at most, and divided by the weight
+    abs_output = np.abs(forward.xhat) + abs_bias / abs_weight  # an upper bound, divided by the weight
     roundoff = torch.finfo(x.dtype).eps / 2
     error = roundoff * abs_output + 2 * OUTPUT[x.dtype] * (1 + abs_output)
     if x.dtype == F16:

@@ -71,8 +71,8 @@ extern "C" {
 
 // ---- for launch_audit.py --------------------------------------------------------------------------------------------
 
-// Chooses the GPU, and the architecture and the kernels of the code that it runs: "name function registers
-// static_shared ...".
+// Chooses the GPU and the code that it runs: the architecture, and `resources`, which has "name function registers
+// static_shared" for each kernel.
 void audit_gpu(const char* name, int architecture, const char* resources) {
   gpu = &gpu_models::find([&](const auto& model) { return std::string(model.name) == name; });
   kernels.clear();
@@ -84,7 +84,8 @@ void audit_gpu(const char* name, int architecture, const char* resources) {
   }
 }
 
-// Starts a call: on a device with a new number, so that it does not depend on the opt-ins of earlier calls, or again.
+// Starts a call. Unless it is repeated, it gets a device with a new number, so that it does not depend on the opt-ins
+// of earlier calls.
 void audit_next_call(bool is_repeated) {
   if (!is_repeated) {
     ++current_device;

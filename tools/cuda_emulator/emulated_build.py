@@ -177,7 +177,7 @@ def shared_library(source):
 
 
 def operators(mode):
-    """Build the operators with the CUDA kernels on the CPU key of the namespace layernorm_<mode>."""
+    """Build a library that registers the emulated CUDA kernels for CPU tensors, in the namespace layernorm_<mode>."""
     csrc = _mirror(ROOT / "csrc", f"layernorm_{mode}")
     torch_root = pathlib.Path(torch.__file__).parent
     host_flags = [

@@ -14,7 +14,7 @@ using namespace layernorm;
 constexpr int kN = 256;
 constexpr unsigned kAllLanes = 0xffffffffu, kRowBytes = kN * sizeof(float);
 
-// The faults that a kernel can have.
+// The faults of a kernel, and the wrong uses of clusters, mbarriers and asynchronous copies.
 enum class Fault { kNone, kNoWait, kNoBarrier, kWrongPhase, kMisaligned, kTooEarly, kReadByOthers };
 enum class Misuse { kNone, kNoArrival, kTwoArrivals, kLateInit, kTwoExpects, kNextPhase, kMisaligned, kLocal, kGlobal };
 

@@ -11,7 +11,8 @@ inline int64_t kMaxRegisterVectors = 2048, kMaxWarpVectors = 128, kMaxBlockVecto
 inline int64_t kMaxStagedBytes = 96 * 1024;
 inline int64_t kFewIterations = 0;  // few rows then reach the kernel that adds partial sums
 
-// Lowers the limits on a row or on staged pixels to `path`, and that on iterations in one launch to `few_iterations`.
+// Lowers the limits on a row (in vectors) and on staged pixels (in bytes) to `path`, and the limit on the iterations of
+// a single launch to `few_iterations`.
 inline void lower_launch_limits(int64_t path, int64_t few_iterations) {
   kFewIterations = few_iterations;
   kMaxRegisterVectors = std::min<int64_t>(path, 2048);

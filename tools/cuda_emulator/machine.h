@@ -39,7 +39,7 @@ struct Thread;
 // Threads that wait for each other: those of a warp, a block or a cluster.
 struct Group {
   const char* barrier;  // its name in reports
-  Thread* threads;      // neighbours
+  Thread* threads;      // the first one; the others follow it
   unsigned size, live, arrived, completed_barriers;
   Place place;  // of the barrier at which threads wait
 };
@@ -59,7 +59,7 @@ struct Block : Group {
 // {index of the block that sent a message: its Epochs::block at that time}.
 using Messages = std::map<uint32_t, uint32_t>;
 
-// An mbarrier, on which the threads of a block wait for messages: the stores of other blocks, or their own.
+// An mbarrier. The threads of a block wait on it for messages: asynchronous stores of other blocks, or of their own.
 struct TransactionBarrier : Group {
   bool announced = false;
   int64_t missing_bytes = 0;

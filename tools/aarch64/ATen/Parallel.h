@@ -1,4 +1,4 @@
-// Stands in for torch's header: ranges run one after another, as they would on three threads.
+// Replaces torch's header. The ranges of three threads run one after another.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Stands in for torch's header, of which dispatch.cpp needs nothing for DEFAULT alone.
+// Replaces torch's header, of which dispatch.cpp needs nothing if DEFAULT is the only instruction set.
 #pragma once
 
 #include <string>
