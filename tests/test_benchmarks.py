@@ -87,7 +87,7 @@ def test_every_case_and_contender_is_recorded(run, arguments, cases):
 
 
 def test_blocks_are_compiled_as_written_fused_and_by_hand(run, monkeypatch):
-    """By Dynamo; test_fusion.py gives Inductor the options of `fused`."""
+    """Dynamo compiles them without Inductor; test_fusion.py gives Inductor the options of `fused`."""
 
     def compile_without_inductor(function, options, fullgraph, dynamic, compile=torch.compile):
         backend = fusion.eager if options else "eager"

@@ -65,7 +65,7 @@ class Wide(torch.nn.RMSNorm):
 
 
 class Scale(WithParameters):
-    """As torchtune's and k-diffusion's RMSNorm."""
+    """Like torchtune's and k-diffusion's RMSNorm."""
 
     eps = 1e-3
 
@@ -82,7 +82,7 @@ class ZeroCentered(Scale):
 
 
 class GammaBeta(WithParameters):
-    """As Kokoro's LayerNorm."""
+    """Like Kokoro's LayerNorm."""
 
     eps = 1e-3
 
@@ -94,7 +94,7 @@ class GammaBeta(WithParameters):
 
 
 class GB(WithParameters):
-    """As vit-pytorch's LayerNorm."""
+    """Like vit-pytorch's LayerNorm."""
 
     eps = 1e-3
 
@@ -107,7 +107,7 @@ class GB(WithParameters):
 
 
 class Gamma(WithParameters):
-    """As the RMSNorm of diffusers' Wan and Qwen-Image; ``bias`` is a number."""
+    """Like the RMSNorm of diffusers' Wan and Qwen-Image; ``bias`` is a number."""
 
     def __init__(self, width, dims=2):
         super().__init__(gamma=(width, *[1] * dims))
@@ -123,7 +123,7 @@ class GammaOfVideos(Gamma):
 
 
 class TorchsEps(WithParameters):
-    """As NaViT's LayerNorm: the eps is torch's, and the bias is a buffer."""
+    """Like NaViT's LayerNorm: the eps is torch's, and the bias is a buffer."""
 
     def __init__(self, width):
         super().__init__(gamma=width)
@@ -147,7 +147,7 @@ class Channels(WithParameters):
 
 
 class ZeroCenteredImages(WithParameters):
-    """As in ConvNeXt and SAM, with a zero-centered weight."""
+    """Like the norms of ConvNeXt and SAM, with a zero-centered weight."""
 
     eps = 1e-3
 
@@ -167,7 +167,7 @@ class EpsIsAProperty(torch.nn.LayerNorm):
 
 
 class AnyWidth(torch.nn.Module):
-    """As NanoChat's RMSNorm."""
+    """Like NanoChat's RMSNorm."""
 
     eps, dim = 0.5, -1
 
@@ -184,7 +184,7 @@ class AnyWidthOfImages(AnyWidth):
 
 
 class IgnoresItsWeight(AnyWidth):
-    """As FalconMambaWeightlessRMSNorm."""
+    """Like FalconMambaWeightlessRMSNorm."""
 
     def __init__(self, width):
         super().__init__(width)
@@ -202,7 +202,7 @@ class AnyWidthInFloat32(AnyWidth):
 
 
 class CastsTheInput(torch.nn.LayerNorm):
-    """As the layers of Whisper and CLIP: the parameters are float32."""
+    """Like the layers of Whisper and CLIP: the parameters are float32."""
 
     def forward(self, x):
         return super().forward(x.float()).type(x.dtype)
@@ -224,7 +224,7 @@ class ComputesInFloat32(torch.nn.RMSNorm):
 
 
 class Activated(torch.nn.LayerNorm):
-    """As timm's LayerNormAct2d."""
+    """Like timm's LayerNormAct2d."""
 
     def __init__(self, width, act=None, drop=None):
         super().__init__(width)
@@ -397,7 +397,7 @@ def test_layers_are_replaced_and_restored(cls):
 
 @layers
 def test_output_dtypes_are_kept(cls):
-    """For every combination of dtypes of parameters and inputs that the layer takes. The output is rounded once."""
+    """The test tries all dtypes of parameters and inputs that the layer takes. The output is rounded once."""
     original, ours, inputs = converted_layer(cls)
     compared = 0
     for dtype, *dtypes in itertools.product((F64, F32, F16, BF16), repeat=1 + len(inputs)):
@@ -508,7 +508,7 @@ def test_random_drops_stay_between_norm_and_activation():
 
 
 def test_equal_layers_share_a_class():
-    """Also if activations differ. torch.compile would compile a graph for each class."""
+    """Their activations may differ. torch.compile would compile a graph for each class."""
     register_conversion(Activated)
     model = torch.nn.Sequential(Activated(8, torch.nn.ReLU()), Activated(8, torch.nn.SiLU()))
     assert len(convert(model).replaced) == 2 and type(model[0]) is type(model[1])

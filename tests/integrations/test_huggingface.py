@@ -84,7 +84,7 @@ def test_transformers_own_switch_uses_the_mapping(kernels, tmp_path):
 
 
 def test_transformers_own_mapping_has_this_package_only_where_it_has_kernels(kernels):
-    """register() also changes the mapping that `use_kernels=True` registers later, over this package's."""
+    """`use_kernels=True` replaces this package's mapping by transformers' own, so register() changes that one, too."""
     from transformers.integrations.hub_kernels import get_kernel_mapping_transformers
 
     mapping = get_kernel_mapping_transformers()

@@ -97,7 +97,7 @@ def test_overrides_keep_the_values_and_take_options(hook, common):
 
 
 def test_norms_with_another_formula_stay(hook, common):
-    """As Muse Glimmer's RMSNorm: its config derives from RMSNorm's, and its forward adds to the weight."""
+    """Like Muse Glimmer's RMSNorm: its config derives from RMSNorm's, and its forward adds to the weight."""
 
     class Centered(common.RMSNorm):
         @dataclass(kw_only=True, slots=True)

@@ -221,7 +221,7 @@ def test_variance_of_constant_rows_is_not_negative(backend, run):
 @rows_and_images
 @pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=dtypes_id)
 def test_infinite_eps_gives_the_bias_and_zero_gradients(backend, run, dtype):
-    """Also in rows whose differences from the mean overflow: 0 * infinity would be NaN."""
+    """In some rows, the differences from the mean overflow: 0 * infinity would be NaN."""
     x = hard_rows(dtype, 64).to(backend.device)
     dy, w, b = (randn(shape, dtype, backend.device) for shape in (x.shape, 64, 64))
     results = run(backend, x, dy, w, b, torch.inf)

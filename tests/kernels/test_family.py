@@ -215,7 +215,7 @@ def test_parameters_of_other_dtypes_match_float64(backend, dtypes, rms):
 @layer_variants
 def test_gradients_from_the_output_match_float64(backend, dtypes, variant):
     """The bound is the documented one: the error of xhat that rounding of the output causes."""
-    center = int(variant["zero_centered_weight"])  # the weight is stored less 1
+    center = int(variant["zero_centered_weight"])  # a zero-centered weight is stored minus 1
     names = ("per sample", "per row", "outer and inner dimension", "weight per sample, bias shared")
     cases = [((3,), *present) for present in (((), ()), ((), None), (None, ()))]
     cases = [*itertools.product(cases, (5, 200, 1100, 5000), (0.5, 2.0**-16))]

@@ -141,7 +141,7 @@ def test_flushing_subnormal_numbers_keeps_those_of_float16(backend, run):
 @pytest.mark.parametrize("cols", [5, 64, 100, 1000])
 @rows_and_images
 def test_subnormal_numbers_are_kept(backend, run, dtypes, cols):
-    """In input, parameters and output. The conversion to bf16 that AVX-512 has flushes them to zero."""
+    """Input, parameters and output have such numbers. The conversion to bf16 that AVX-512 has flushes them to zero."""
     dtype, parameter_dtype = dtypes
     smallest = torch.finfo(dtype).smallest_normal
     if dtype == F16:  # the reciprocal of bf16's subnormal numbers is infinite in float32

@@ -144,7 +144,7 @@ def test_wide_rows_at_two_distances(dtypes, batch, cols):
 @pytest.mark.parametrize("member", [m for m in MEMBERS if not m.takes_images], ids=lambda member: member.name)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=dtypes_id)
 def test_functions_of_rows_at_two_distances(member, dtype):
-    """Also with residuals and gates, and their gradients."""
+    """The functions include those with residuals and gates. Their gradients are compared, too."""
     x, other = (randn((400, 5, 64), dtype) for _ in range(2))
     parameters = [randn(64, statistics_dtype(dtype)) for _ in range(2)]
 

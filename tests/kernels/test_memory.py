@@ -43,9 +43,10 @@ members_and_arguments = pytest.mark.parametrize(
 
 @members_and_arguments
 def test_functions_refuse_freed_tensors(member, name):
-    """With a graph and without, and in torch.func, whose compositions of aten operations do not name the argument.
+    """Calls with a graph, without one and in torch.func are refused.
 
-    With the option "gate", the bias is also the gate (support/family.py).
+    In torch.func, which composes aten's operations, the error does not name the argument. With the option "gate", the
+    bias is also the gate (support/family.py).
     """
     tensors = random_arguments(member)
     many = torch.stack([tensors["input"]] * 2)
@@ -190,7 +191,7 @@ def test_a_residual_of_inference_mode_is_refused_outside_of_it(add):
 
 @functions
 def test_a_weight_that_is_a_view_of_the_residual_is_refused(add):
-    """It is refused, because it would be read after it was overwritten."""
+    """The kernels would read the weight after they have overwritten it."""
     for requires_grad in (False, True):
         residual = torch.randn(SHAPE)
         before = residual.clone()

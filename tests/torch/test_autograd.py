@@ -77,7 +77,7 @@ PROJECTED = {"fast_mode": True, "rtol": 1e-5, "atol": 1e-7, "check_batched_grad"
 
 @pytest.mark.parametrize(("batches", "adds", "requires_grad", "options"), CASES)
 def test_first_and_second_derivatives(backend, batches, adds, requires_grad, options):
-    """In reverse and forward mode and batched; forward over reverse, and reverse over reverse."""
+    """First derivatives are in reverse and forward mode, and batched; second ones forward and reverse over reverse."""
     x, residual, *parameters = arguments(batches, 4, (F64, F64), backend.device)
     tensors = [x, residual if adds else None, *parameters]
     present = [t.unflatten(-1, (2, 2)) for t in tensors if t is not None]
@@ -215,7 +215,7 @@ hard_or_tiny = pytest.mark.parametrize("rows, eps", [(hard_rows, 1e-5), (tiny_ro
 @hard_or_tiny
 @pytest.mark.parametrize("adds", [False, True], ids=["", "residual"])
 def test_vmap_is_as_exact_as_the_kernels(backend, dtype, cols, rms, rows, eps, adds):
-    """Also where squares overflow or underflow. With a residual, the sum of two halves is the row."""
+    """Squares of some rows overflow or underflow. With a residual, the sum of two halves is the row."""
     x = rows(dtype, cols).to(backend.device)
     halves = (x / 2, x / 2) if adds else (x, torch.zeros_like(x))  # input and residual
     x = sum(halves)
@@ -240,7 +240,7 @@ def test_vmap_is_as_exact_as_the_kernels(backend, dtype, cols, rms, rows, eps, a
 @rms_or_not
 @hard_or_tiny
 def test_first_derivatives_of_hard_values(backend, dtype, cols, rms, rows, eps):
-    """In torch.func and forward mode. The tangent is as large as the row, so that its derivative is of order one."""
+    """torch.func and forward mode compute them. The tangent is as large as the row, so its derivative is about one."""
     x, w = rows(dtype, cols).to(backend.device), randn((cols,), dtype, backend.device)
     dy, tangent = randn(x.shape, dtype, backend.device), x.flip(1) / 4
 

@@ -181,7 +181,7 @@ def parameters_per_sample_are_sharded_with_the_batch(mesh):
 
 @in_four_processes
 def placements_and_collectives_equal_those_of_aten(mesh):
-    """Also for calls that differ only in an absent parameter or output_mask, whose placements DTensor's cache has."""
+    """Some calls differ only in an absent parameter or output_mask, so that DTensor's cache must tell them apart."""
     x, w, b, dy = random_tensors()
     two_by_two = init_device_mesh("cpu", (2, 2))
     cases = [(mesh, (placement,)) for placement in (Shard(0), Shard(1), Shard(2), Replicate())]
@@ -284,7 +284,7 @@ class NormWithGate(nn.RMSNorm):
 
 @in_four_processes
 def norms_of_several_inputs_take_a_layout_for_each(mesh):
-    """With PrepareModuleInput, as documented. SequenceParallel distributes only the first input, and is refused."""
+    """PrepareModuleInput has the layouts, as documented. SequenceParallel distributes only the first input: refused."""
     x, z = torch.randn(2, 4, 8, 16)
     scale, shift = torch.randn(2, 4, 16)
     cases = [
@@ -343,7 +343,7 @@ def norms_of_several_inputs_take_a_layout_for_each(mesh):
 
 
 def torch_model():
-    """Return a model with torch's layers, of which the first is smaller than a shard of the model, and subclasses."""
+    """Return a model of torch's layers and subclasses. The first layer is smaller than a shard of the model."""
     torch.manual_seed(1)
     layers = [nn.LayerNorm(16), nn.Linear(16, 64), nn.LayerNorm(64), nn.Linear(64, 32), nn.RMSNorm(32)]
     model = nn.Sequential(*layers, SubclassNorm(32), NormWithGate(32))

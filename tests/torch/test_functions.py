@@ -268,7 +268,7 @@ BATCHED = {
 @pytest.mark.parametrize("batched", BATCHED.values(), ids=list(BATCHED))
 @pytest.mark.parametrize("function", [layer_norm, layer_norm_2d])
 def test_batched_gradients_with_memory_efficient(function, batched):
-    """A second derivative must be refused: rstd, of which it consists, is a constant in a backward from the output."""
+    """A second derivative must be refused: it depends on rstd, which is a constant in a backward from the output."""
     x, w, b = leaves([randn((2, 8, 3), F64), randn(8, F64).abs() + 0.5, randn(8, F64)])[0]
     input = x.movedim(1, -1) if function is layer_norm else x
     shape = [(8,)] if function is layer_norm else []
@@ -328,7 +328,7 @@ def tensors_to_save(member, x, r, w, b, output, total=None):
 @family
 @pytest.mark.parametrize("bias_dtype", [F32, F64], ids=str)
 def test_autograd_saves_only_what_the_gradients_need(member, bias_dtype):
-    """And mean and rstd of each row, for every choice of the tensors that require gradients."""
+    """It also saves mean and rstd of each row. The test tries every choice of the tensors that require gradients."""
     parameter_shape = (4, 64) if "ada" in member.name else (64,)
     shapes, dtypes = ((4, 32, 64), (4, 32, 64), parameter_shape, parameter_shape), (F32, F32, F32, bias_dtype)
     for mask in itertools.product([False, True], repeat=4):
@@ -353,7 +353,7 @@ def test_autograd_saves_only_what_the_gradients_need(member, bias_dtype):
 
 @pytest.mark.parametrize("eps", [None, 1e-3])
 def test_rms_norm_matches_torch(eps):
-    """For every pair of dtypes. The default eps, that of the dtype, matters for input of size 1e-3 or 0."""
+    """The test tries every pair of dtypes. The default eps is that of the dtype, and matters for input of 1e-3 or 0."""
     for dtype, weight_dtype, scale in itertools.product(FLOATS, FLOATS, (1, 1e-3, 0)):
         x, w = randn((4, 40), dtype) * scale, randn(40, weight_dtype)
         actual, expected = rms_norm(x, (40,), w, eps), F.rms_norm(x, (40,), w, eps)
@@ -377,7 +377,7 @@ def call_all(members):
 
 @pytest.mark.parametrize("layout", [torch.Tensor.contiguous, channels_first])
 def test_compiled_calls_have_the_same_bits(layout):
-    """Also the gradients, in the memory format of the input, and by the same graph when the batch sizes change.
+    """Gradients have them, too, and the memory format of the input. Other batch sizes take the same graph.
 
     The number of columns is constant, because a symbolic one takes twice as long. The next test has it.
     """

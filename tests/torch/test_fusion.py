@@ -493,7 +493,7 @@ def log(caplog):
 
 @pytest.mark.inductor
 def test_an_option_of_inductor(log):
-    """For training; test_caches_know_the_pass compiles the function for inference."""
+    """The function is compiled for training; test_caches_know_the_pass compiles it for inference."""
     compiled = torch.compile(block, fullgraph=True, options={"pre_grad_custom_pass": fuse_neighbors})
     arguments = tensors()
     with torch._inductor.config.patch(force_disable_caches=True):

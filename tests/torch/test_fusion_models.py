@@ -159,7 +159,7 @@ def test_norms_of_diffusion_transformers_are_fused(name):
 
 
 def test_nineteen_of_twenty_fusible_norms_are_fused():
-    """By the tables, which the tests above compare with the graphs."""
+    """The tables have their numbers, which the tests above compare with the graphs."""
     tables = FUSED | {name: fused for name, (*_, fused) in DIFFUSERS.items()}
     fused = {name: sum(table.values()) for name, table in tables.items() if name not in CHANNELS_FIRST}
     missed = sum(MISSED.get(name, 0) for name in fused)

@@ -106,7 +106,7 @@ def test_autocast_changes_no_bit(member, dtype):
 
 
 def test_norm_of_images_is_one_autograd_node_under_autocast():
-    """As without it. Views that move the channels would take several times as long in a small call."""
+    """It is one node without autocast, too. Views that move the channels would slow a small call down several times."""
     x = torch.randn(2, 8, 4, 4, requires_grad=True)
     with torch.autocast("cpu", BF16):
         assert layernorm_ext.layer_norm_2d(x, torch.ones(8)).grad_fn.name() == "LayerNormBackward"
@@ -208,7 +208,7 @@ def test_modules_for_images_refuse_other_shapes_than_a_number_of_channels(name, 
 
 @pytest.mark.parametrize("cls", [LayerNorm, layernorm_ext.LayerNorm2d, layernorm_ext.AdaLayerNorm])
 def test_sizes_may_be_integers_of_numpy(cls):
-    """In the C++ function of eager calls, and in the operators that a mode such as FlopCounterMode gets."""
+    """The C++ function of eager calls takes them, and so do the operators that a mode such as FlopCounterMode gets."""
     module, x = cls(numpy.int64(8)), torch.ones(2, 8, 8)
     with FlopCounterMode(display=False):
         counted = module(x)

@@ -97,7 +97,7 @@ def upstream_gradients(results):
 
 @family
 def test_eager_calls(member):
-    """Also with create_graph, whose gradients are those of aten's operations, and second derivatives."""
+    """Gradients, those with create_graph, which aten's operations compute, and second derivatives are checked."""
     for call in calls(member):
         tensors = call.leaves()
         results = call(*tensors)

@@ -516,7 +516,7 @@ def test_numbers_of_samples_that_depend_on_data(shape):
 
 @pytest.mark.inductor
 def test_inductor_compiles_numbers_of_samples_that_depend_on_data():
-    """With one shape of parameters: for Inductor, they are arguments of an operator, whatever their shape."""
+    """The parameters have one shape, which does not matter: for Inductor, they are arguments of an operator."""
     tensors = torch.randn(4, 5, 8), torch.randn(4, 1, 8), torch.tensor([True, False, True, True])
     with torch._dynamo.config.patch(NUMBERS_FROM_DATA):
         results = torch.compile(call_data_dependent, fullgraph=True)(*tensors)
@@ -562,7 +562,7 @@ def norms_with(eps, x):
 
 @pytest.mark.parametrize("setting", ["kernel", "aten"])
 def test_eps_from_a_tensor_breaks_the_graph(setting):
-    """As with torch's functions, because a recorded operator needs a constant eps. A number is one, in one graph."""
+    """torch's functions break it, too: a recorded operator needs a constant eps. A number is constant, in one graph."""
     x, eps = torch.randn(3, 8, 8), torch.tensor(0.5)
     with trace_as(setting), torch._dynamo.config.patch(capture_scalar_outputs=True):
         compiled = torch.compile(lambda eps, x: norms_with(eps.item(), x), backend="aot_eager")
@@ -648,7 +648,7 @@ def test_make_fx_records_the_chosen_operators(tracing_mode):
 
 @pytest.mark.parametrize("norm", [LayerNorm(64), layernorm_ext.RMSNorm(64, eps=1e-6)], ids=repr)
 def test_aten_operators_have_the_range_of_torch(norm):
-    """As the documents say: in them, squares of 1e30 overflow; in the kernels, they do not."""
+    """Squares of 1e30 overflow in aten's operators and not in the kernels, as the documents say."""
     x = 1e30 * randn((3, 64), F32)
     program = torch.export.export(norm, (x,)).module()
     torch.testing.assert_close(program(x), super(type(norm), norm).forward(x), equal_nan=True, **SAME_BITS)

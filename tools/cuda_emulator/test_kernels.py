@@ -1,7 +1,7 @@
 """Every path of the CUDA kernels runs in the emulator with each memory access checked.
 
 Sizes are few, and at the limits where one kernel takes over from another. The ordinary tests compare the results of
-many more inputs with float64, in a faster mode of the emulator: `--backends emulated`. Those of hard values, NaN and
+many more inputs with float64, in a faster mode of the emulator: `--backends emulated`. Tests of hard values, NaN and
 constant rows also run on each path with each access checked: `make test-device`. float64 has no kernels.
 """
 
@@ -106,8 +106,9 @@ def test_all_schedules_of_a_cluster_give_the_same_bits(library, dtypes, blocks):
 def test_all_schedules_and_layouts_give_the_same_bits_for_images(library, dtypes, path_limit):
     """Only the weight gradients depend on the number of blocks.
 
-    Images have fewer pixels than a warp has lanes, as many, or more; channels are fewer than warps or many runs. For 49
-    pixels, a pixel's image is at first found one too low, because 49 * (1 / 49) is less than 1.
+    Images have fewer pixels than a warp has lanes, as many, or more. Channels are fewer than a block has warps, or many
+    for each warp. With 49 pixels, the number of a pixel's image is at first computed as one too low, because
+    49 * (1 / 49) is less than 1.
     """
     places = [(0, 0), (0, 1), (3, 0), (2, 5)]  # gap and offset
     for shape in [(1, 1, 2), (2, 3, 31), (1, 7, 32), (3, 8, 33), (70, 9, 2), (3, 130, 13), (1, 150, 40), (2, 5, 49)]:
@@ -179,7 +180,7 @@ def test_a_gpu_that_holds_one_row_sums_all_rows_in_one_segment(library, dtypes, 
         check(run(library, x, dy, w, b), x, dy, w, b)
 
 
-# 16383 columns are the most of 4 blocks with 8 warps of 512 columns; 65535 columns, the most of a cluster.
+# The longest row of 4 blocks with 8 warps of 512 columns has 16383 columns, and that of a cluster 65535.
 @pytest.mark.parametrize("cols, blocks", [(8191, 1), (8193, 4), (16383, 4), (16385, 8), (65535, 8)])
 def test_blocks_that_share_a_row_of_forward_have_few_warps(library, cols, blocks):
     x, _, w, b = random_args(library, (BF16, BF16), 1, cols)
