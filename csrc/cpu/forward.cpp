@@ -173,9 +173,6 @@ struct PlainOutput {
   static constexpr bool kHasDifferences = false;  // reads x - center, which the statistics loop has kept, instead of x
   static constexpr bool kGated = false;           // multiplies by the activated gate
 };
-struct StreamedOutput : PlainOutput {
-  static constexpr bool kStreaming = true;
-};
 struct OutputFromDifferences : PlainOutput {
   static constexpr bool kHasDifferences = true;
 };
@@ -185,7 +182,8 @@ struct RescaledOutput : PlainOutput {
 struct GatedOutput : RescaledOutput {  // the row_scale may be 1, which changes no bit
   static constexpr bool kGated = true;
 };
-struct StreamedGatedOutput : GatedOutput {
+template <class Variant>
+struct WithStreaming : Variant {
   static constexpr bool kStreaming = true;
 };
 
@@ -268,10 +266,10 @@ void store_rows(const ForwardParams& p, const ForwardPolicy& policy, RowIndex fi
   constexpr bool kMayStream = kHasStreamingStores && kPacks == kWidePacks;
   constexpr bool kMayBeGated = std::is_same_v<T, X> && std::is_same_v<W, Acc>;
   constexpr bool kMayKeep = kMayKeepDifferences<kPacks, T, X>;
-  using Streamed = std::conditional_t<kMayStream, StreamedOutput, PlainOutput>;
+  using Streamed = std::conditional_t<kMayStream, WithStreaming<PlainOutput>, PlainOutput>;
   using FromDifferences = std::conditional_t<kMayKeep, OutputFromDifferences, PlainOutput>;
   using Gated = std::conditional_t<kMayBeGated, GatedOutput, RescaledOutput>;
-  using StreamedGated = std::conditional_t<kMayStream && kMayBeGated, StreamedGatedOutput, Gated>;
+  using StreamedGated = std::conditional_t<kMayStream && kMayBeGated, WithStreaming<GatedOutput>, Gated>;
   const X* const x = row_of<const X>(values, first);
   Acc* const mean = row_of<Acc>(p.mean, first);
   Acc* const rstd = row_of<Acc>(p.rstd, first);
