@@ -327,6 +327,27 @@ def test_rows_of_long_samples_share_segments(library, samples_and_rows, run):
 # Sums of gradients
 
 
+@pytest.mark.parametrize("run", [run, run_pixels], ids=["rows", "pixels"])
+def test_sums_of_segments_do_not_depend_on_which_gradients_are_computed(library, run):
+    """The bias is per sample, so its gradient is the sum of fewer segments than that of the weight.
+
+    The sums of the first two and the last two segments of a sample are large and cancel. The others lose lower bits
+    where they are added to large ones, so that another order of addition changes the total.
+    """
+    rows, cols, rows_of_segment = 20480, 16, 2048
+    x, dy = (randn((2, rows, cols), F32) for _ in range(2))
+    dy[:, : 2 * rows_of_segment] *= 2**40
+    dy[:, -2 * rows_of_segment :] = -dy[:, : 2 * rows_of_segment]
+    w, b = randn(cols, F32), randn((2, 1, cols), F32)
+    with library.schedule(0):
+        _, grad_weight, grad_bias = run(library, x, dy, w, b).gradients
+        for mask in ((True, True, False), (True, False, True)):
+            some = run(library, x, dy, w, b, mask=mask).gradients
+            assert_same_bits(
+                some[1:], [t if m else None for t, m in zip((grad_weight, grad_bias), mask[1:], strict=True)]
+            )
+
+
 @pytest.mark.parametrize("rows", [257, 511])
 @pytest.mark.parametrize(
     "path_limit, cols", [(0, 132), (emulated_build.UNLIMITED, 2056)], ids=["several blocks", "one block"]
