@@ -272,11 +272,13 @@ struct GradientPlan {
   int64_t num_partials(Flag gradient, Flag per_sample) const {
     return flags.has(gradient) && !stores_gradient_directly(per_sample) ? num_segments : 0;
   }
-  // Describes the partial sums of a gradient that has `num` rows of them in the workspace.
+  // Describes the partial sums of a gradient that has `num` rows of them in the workspace. Without any, it has the
+  // number of segments as well, so that the warps of add_partials, and the order in which they add up the other
+  // gradient, do not depend on which gradients are computed.
   PartialSums partial_sums(const BackwardParams& p, const View& gradient, Flag per_sample, int64_t first_row,
                            int64_t num) const {
-    const int64_t samples = std::min(flags.has(per_sample) ? p.samples : 1, num);
-    return {first_row, samples, num / std::max(samples, int64_t{1}), gradient};
+    const int64_t samples = flags.has(per_sample) ? p.samples : 1;
+    return {first_row, num > 0 ? samples : 0, num_segments / samples, gradient};
   }
   PartialSums weight_sums(const BackwardParams& p) const {
     return partial_sums(p, p.grad_weight, kWeightPerSample, 0, num_weight_partials);

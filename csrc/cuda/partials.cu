@@ -10,13 +10,6 @@ namespace {
 constexpr int kMaxWarps = 32;      // per block
 constexpr int kLoadsInFlight = 8;  // per thread
 
-// The warps that add up the partial sums of a gradient. A thread adds at least four of them: with more warps, adding up
-// the sums of the warps would take longer.
-__host__ __device__ __forceinline__ int num_warps(const PartialSums& partials) {
-  const int64_t warps = (partials.segments + 3) / 4;
-  return warps < kMaxWarps ? static_cast<int>(warps) : kMaxWarps;
-}
-
 // Adds up rows first, first + step, ... of a column, which has `rows` rows, `pitch` elements apart.
 template <class Number>
 __device__ __forceinline__ double sum_column(const Number* column, int first, int step, int64_t rows, int64_t pitch) {
@@ -45,14 +38,13 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, 2)
                  const int64_t pitch, const int64_t cols, const Dtype dtype) {
   __shared__ double warp_sums[kMaxWarps][kWarpSize];
   const PartialSums partials = blockIdx.z > 0 ? second : first;
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int warps = num_warps(partials);  // the other warps of the block are for the other gradient
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
   const int64_t column = int64_t{blockIdx.x} * kWarpSize + lane;
   wait_for_previous_grid();
   for (int64_t sample = blockIdx.y; sample < partials.samples; sample += gridDim.y) {
     const int64_t begin = (partials.first_row + sample * partials.segments) * pitch + column;
     double sum = 0;
-    if (column < cols && warp < warps) {
+    if (column < cols) {
       sum = is_double ? sum_column(static_cast<const double*>(workspace) + begin, warp, warps, partials.segments, pitch)
                       : sum_column(static_cast<const float*>(workspace) + begin, warp, warps, partials.segments, pitch);
     }
@@ -75,10 +67,12 @@ void launch_add_partials(const BackwardParams& p, const void* workspace, bool is
                          const PartialSums& first, const PartialSums& second, LaunchConfig config) {
   const int64_t samples = std::max(first.samples, second.samples);
   if (samples == 0) return;
+  // A thread adds at least four partial sums: with more warps, adding up their sums would take longer.
+  const int64_t warps = ceil_div(std::max(first.segments, second.segments), 4);
   const bool has_first = first.samples > 0, has_second = second.samples > 0;
   config.grid = dim3(static_cast<unsigned>(ceil_div(p.cols, kWarpSize)),
                      static_cast<unsigned>(std::min(samples, kMaxGridY)), has_first && has_second ? 2 : 1);
-  config.block = static_cast<unsigned>(std::max(num_warps(first), num_warps(second)) * kWarpSize);
+  config.block = static_cast<unsigned>(std::min<int64_t>(warps, kMaxWarps) * kWarpSize);
   config.shared_bytes = 0;
   config.cluster = 1;
   config.overlaps_previous = true;
