@@ -130,11 +130,11 @@ def measure(builds: dict[str, Path], cases: list[ComparedCase], device: str, bud
         return {case: judge(starts) for case, starts in times.items()}
 
     first = judged(cases)
-    again = judged([case for case in cases if first[case]["verdict"] != "noise"])
+    repeated = judged([case for case in cases if first[case]["verdict"] != "noise"])
     for case in cases:
         judgement = first[case]
-        if case in again and again[case]["verdict"] != judgement["verdict"]:
-            judgement = again[case] | {"verdict": "noise"}
+        if case in repeated and repeated[case]["verdict"] != judgement["verdict"]:
+            judgement = repeated[case] | {"verdict": "noise"}
         record = dict(zip(("rows", "cols", "dtypes", "pass"), case, strict=True))
         yield record | {"contender": HEAD, "status": "ok", "message": ""} | judgement
 

@@ -14,8 +14,8 @@
 // Rows are divided into segments. A thread takes a segment and handles a few rows at a time. Its sums loop computes the
 // sums of each row; its gradients loop computes dx, and adds the rows to the segment's partial sums of dweight and
 // dbias, which are in the workspace. A last loop adds the partial sums of all segments. x and dy come from memory once,
-// so 3 * rows * cols * sizeof(T) bytes are moved. If there are fewer segments than threads, the sums of all rows are
-// computed first, and then the threads share the columns. The order of every sum stays the same.
+// so 3 * rows * cols * sizeof(T) bytes are moved. If there are fewer segments of long rows than threads, the sums of
+// all rows are computed first, and then the threads share the columns. The order of every sum stays the same.
 //
 // Precision: the saved mean is rounded, so xhat is off by a constant within a row. This constant is the average of xhat
 // and is subtracted from it.

@@ -1,8 +1,8 @@
 // Computes y = (x - mean) * rstd * weight + bias for every row of x [rows, cols]. RMSNorm has a mean of 0.
 //
-// Each thread handles a range of rows; if there are fewer rows than threads, the threads share each row. The code reads
-// a row twice (statistics, output), but only once from memory: it moves 2 * rows * cols * sizeof(T) bytes. A residual
-// is added in a loop of its own before the others.
+// Each thread handles a range of rows; if there are fewer rows than threads, the threads share each long row. The code
+// reads a row twice (statistics, output), but only once from memory: it moves 2 * rows * cols * sizeof(T) bytes. A
+// residual is added in a loop of its own before the others.
 //
 // The average c of a row's first pack estimates the mean. One loop sums d = x - c and d^2, and then
 //

@@ -77,15 +77,16 @@ void for_each_sample(int64_t rows, int64_t begin, int64_t end, const F& f) {
   }
 }
 
-// Calls f(pack, j, lanes) for the packs that cover the columns; j is the first column of a pack. `pack` counts from 0
-// to kPacks - 1 and again from 0 on, so that loops can have kPacks accumulators that take turns.
+// Calls f(turn, j, lanes) for the packs that cover the columns; j is the first column of a pack. Loops have kPacks
+// accumulators: `turn` says which one a pack is for, 0 to kPacks - 1 in turn. A partial pack at the end has the last
+// one.
 template <class Acc, int kPacks, class F>
 inline void for_each_pack(Columns columns, const F& f) {
   constexpr int64_t kStep = kPackSize<Acc>;
   const int64_t end = columns.end();
   int64_t j = columns.begin;
   for (; j + kPacks * kStep <= end; j += kPacks * kStep) {
-    for (int pack = 0; pack < kPacks; ++pack) f(pack, j + pack * kStep, AllLanes{});
+    for (int turn = 0; turn < kPacks; ++turn) f(turn, j + turn * kStep, AllLanes{});
   }
   if (kPacks > 1 && j + kStep <= end) {
     f(0, j, AllLanes{});

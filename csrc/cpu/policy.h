@@ -84,7 +84,8 @@ struct Segments {
 
   // A sample has up to 64 segments, which is enough for many threads. It has fewer if a segment would have less than 32
   // rows or about 32768 elements, because the core that adds the partial sums reads half of them from another core's
-  // cache. A segment has at most 256 rows, for the precision of float sums.
+  // cache. A segment has at most 256 rows, for the precision of float sums, so that larger samples
+  // have more segments.
   static int64_t segments_for(int64_t rows, int64_t cols) {
     const int64_t useful = min(min(64, ceil_div(rows, 32)), (rows * cols + 16384) / 32768);
     const int64_t n = max(useful / 2 * 2, ceil_div(rows, 256));

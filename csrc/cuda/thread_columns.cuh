@@ -101,7 +101,8 @@ struct ThreadColumns {
       constexpr int kLaneGranules = kElements * sizeof(E) / 16;
       const E* const from = keep_in_register(array + warp_begin);
       const int offset = misalignment(from), n = min(cols - warp_begin, row_lanes() * kElements);
-      const int end = n > 0 ? offset + n * static_cast<int>(sizeof(E)) : 0;  // bytes from the first granule on
+      // The bytes from the start of the first granule to the end of the columns.
+      const int end = n > 0 ? offset + n * static_cast<int>(sizeof(E)) : 0;
       unsigned char* const to = staged_row<E>(shared);
       const auto copy = [&](int granule) {
         async_copy<16>(to + granule * 16, reinterpret_cast<const unsigned char*>(from) - offset + granule * 16,

@@ -93,7 +93,7 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
 
   // With a residual, the input is the sum; if memory_efficient, the output; if only dbias is needed, undefined.
   SavedTensor saved_input;
-  SavedTensor saved_weight, saved_mean, saved_rstd, saved_input_scale;  // always
+  SavedTensor saved_weight, saved_mean, saved_rstd, saved_input_scale;  // if they exist; the mean if needs_mean()
   SavedTensor saved_bias;          // if its shape or dtype is not the weight's, or for its values, see needs_bias()
   SavedTensor saved_gate;          // unless only dbias is needed and does not depend on it
   SavedTensor saved_scaled_input;  // the input, for the gradient of input_scale

@@ -147,14 +147,15 @@ auto call_with_contiguous_rows(const Function& function, const Args& args) {
   });
 }
 
-// Gives the results of such a call the layout that the operators promise. The first one has the shape of the input.
+// Gives results the layout that the operators promise: contiguous, except that of images `first`, which has the shape
+// of the input, has the strides of at::empty_like(input). Images have no other result of the input's shape.
 template <class... Tensors>
 void restore_layout(const Tensor& input, const Options& options, Tensor& first, Tensors&... others) {
   const auto make_contiguous = [](Tensor& t) {
     if (t.defined()) t = t.contiguous();
   };
   options.images ? copy_to_layout(first, input) : make_contiguous(first);
-  (make_contiguous(others), ...);  // also the other results of the input's shape, which images do not have
+  (make_contiguous(others), ...);
 }
 
 }  // namespace

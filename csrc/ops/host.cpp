@@ -82,7 +82,7 @@ Tensor to_result_format(Tensor output, const ForwardArgs& args) {
   return keeps_channels_last(args) ? output.clone(args.input->suggest_memory_format()) : output;
 }
 
-// Fills the fields of Params.
+// Fills the fields of Params that forward and backward set alike.
 template <class Args>
 void set_common(Params& params, Call& call, const Args& args, Allocator& allocator) {
   const Options& options = args.options;

@@ -250,7 +250,7 @@ def _random_gate(x: Tensor, scale: Tensor | float) -> Tensor:
 
 
 def _copy_with(module: Module, parameters: dict[str, Tensor], others: dict[str, Any]) -> Module:
-    """Return a copy of a module with other parameters, buffers and attributes, which shares no state with it."""
+    """Return a copy of a module with other parameters, buffers and attributes, which shares none of these with it."""
     copied: Any = object.__new__(type(module))
     for name, value in vars(module).items():
         # Tools for sharding replace _parameters by other classes, or keep parameters as attributes.

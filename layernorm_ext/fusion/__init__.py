@@ -3,8 +3,8 @@
 One call of the operator ``layernorm::forward`` replaces a residual sum with a gate, a norm, and a modulation::
 
     s = residual + gate * x
-    y = norm(s)                         ->  output, s = forward(x, weight=scale, bias=shift, residual=residual,
-    output = y * (1 + scale) + shift                            input_scale=gate, zero_centered_weight=True)
+    y = norm(s)                         ->  output, s = forward(x, weight=1 + scale, bias=shift, residual=residual,
+    output = y * (1 + scale) + shift                            input_scale=gate)
 
 Everything but the norm may be missing. The operator's autograd serves training. ``docs/fusion.md`` shows the uses.
 

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(not _build_info.with_cuda, reason="built without
 
 @pytest.fixture(scope="module", params=sorted(cuda_binary.kernels()) if _build_info.with_cuda else [0])
 def kernels(request):
+    """The kernels in the machine code for one architecture, such as 90, with their instructions."""
     return cuda_binary.disassembled(request.param)
 
 
@@ -67,7 +68,8 @@ def test_emulated_calls_reach_every_kernel(kernels):
                 library.ops.forward.fused(x, x.shape[1:], w, b, 1e-5, None, dy)
                 library.ops.backward(*arguments, None, dy)
     names = {kernel.name for kernel in kernels}
-    if kernels[0].architecture < 90:  # without clusters, forward has no rows of whole vectors that blocks stage
+    if kernels[0].architecture < 90:
+        # Without clusters, GeneralRows takes the rows of whole vectors that are too long for forward_registers.
         names = {name for name in names if not ("forward_staged" in name and "BlockVectors" in name)}
     assert {name for name, _ in library.launched()} == names
     assert len(kernels) <= 62

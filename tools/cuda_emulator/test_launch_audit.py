@@ -33,7 +33,8 @@ def test_functions_that_the_audit_lacks_are_named():
 
 KIB = 1024
 SMALL, LARGE, BACKWARD, UNLISTED = 1, 2, 3, 4  # stand for the addresses of kernels
-# function, registers, static shared memory
+# The name in the binary, and the function, its registers and its static shared memory. The second name has the name of
+# another function among its template arguments, which must not count.
 KERNELS = {
     "small": ("small", 32, 4 * KIB),
     "large<backward_staged>": ("large", 255, 0),
