@@ -93,10 +93,10 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
 
   // With a residual, the input is the sum; if memory_efficient, the output; if only dbias is needed, undefined.
   SavedTensor saved_input;
-  SavedTensor saved_weight, saved_mean, saved_rstd, saved_input_scale;  // if they exist; the mean if needs_mean()
-  SavedTensor saved_bias;          // if its shape or dtype is not the weight's, or for its values, see needs_bias()
-  SavedTensor saved_gate;          // unless only dbias is needed and does not depend on it
-  SavedTensor saved_scaled_input;  // the input, for the gradient of input_scale
+  SavedTensor saved_weight, saved_mean, saved_rstd;  // if they exist; the mean if needs_mean()
+  SavedTensor saved_bias, saved_input_scale;  // for their values or their types, see sums_rows in forward_autograd()
+  SavedTensor saved_gate;                     // unless only dbias is needed and does not depend on it
+  SavedTensor saved_scaled_input;             // the input, for the gradient of input_scale
   std::vector<c10::SymInt> normalized_shape;
   bool has_residual = false;  // whether the sum is an output of the node
   Options options;
@@ -109,7 +109,7 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
                                     const optional<Tensor>& scaled_input, bool needs_input, bool needs_input_scale) {
     BackwardOutputs outputs;
     outputs.grad_input = grad_sum;
-    if (!input_scale) return outputs;
+    if (!input_scale || !(needs_input || needs_input_scale)) return outputs;
     const auto acc = saved_rstd.unpack(*this).scalar_type();
     const Tensor wide_grad_sum = grad_sum.to(acc);
     const auto normalized_dims = static_cast<int64_t>(normalized_shape.size());
@@ -177,12 +177,15 @@ ForwardOutputs forward_autograd(const ForwardArgs& args) {
                            (residual && residual->scalar_type() != input->scalar_type());
   const bool saves_gate = gate && (saves_input || !options.gate_first);
   const bool needs_bias_values = options.memory_efficient ? saves_input : needs_bias(args) && requires_grad(gate);
-  // The shapes of all parameters determine the order in which backward sums the rows. So all of them are saved, or
-  // represented by a weight of the same type: otherwise the bits of a gradient would depend on which others are needed.
+  // The shapes of all parameters determine the order in which backward sums the rows. So if a gradient is such a sum,
+  // all parameters are saved, or represented by a weight of the same type: otherwise its bits would depend on which
+  // other gradients are needed.
+  const bool sums_rows = any_requires_grad(weight, bias, input_scale);
   // Arguments are saved before the call, so that backward refuses those that it has overwritten with the residual.
   if (weight) node->saved_weight = SavedTensor(*weight);
-  if (bias && (needs_bias_values || has_other_type(*bias, weight))) node->saved_bias = SavedTensor(*bias);
-  if (input_scale) node->saved_input_scale = SavedTensor(*input_scale);
+  if (bias && (needs_bias_values || (sums_rows && has_other_type(*bias, weight))))
+    node->saved_bias = SavedTensor(*bias);
+  if (input_scale && (sums_rows || requires_grad(input))) node->saved_input_scale = SavedTensor(*input_scale);
   if (saves_gate) node->saved_gate = SavedTensor(*gate);
   if (node->has_residual && requires_grad(input_scale)) node->saved_scaled_input = SavedTensor(input);
   ForwardOutputs outputs = forward_below_autograd(args);

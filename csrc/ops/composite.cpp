@@ -304,7 +304,9 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
 }
 
 BackwardOutputs backward_memory_efficient(const BackwardArgs& args) {
+  check_layouts(args);
   check_backward(args);
+  check_allocated(args);
   const Rows rows(args);
   const auto acc = args.rstd->scalar_type();
   Tensor xhat = rows(*args.input).to(acc);

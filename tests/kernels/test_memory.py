@@ -109,6 +109,16 @@ def test_backward_refuses_saved_tensors_that_were_freed():
         saved.untyped_storage().resize_(size)
 
 
+@pytest.mark.parametrize("memory_efficient", [False, True])
+def test_batched_backward_refuses_saved_tensors_that_were_freed(memory_efficient):
+    """aten's operations, which compute it within vmap, would end the process."""
+    x, w = torch.randn(3, 8, requires_grad=True), torch.randn(8)
+    y = layernorm_ext.layer_norm(x, (8,), w, memory_efficient=memory_efficient)
+    w.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=NOT_ALLOCATED):
+        torch.autograd.grad(y, x, torch.randn(2, 3, 8), is_grads_batched=True)
+
+
 def test_empty_tensors_need_no_memory():
     x = torch.randn(0, 8, requires_grad=True)
     assert x.untyped_storage().data_ptr() == 0

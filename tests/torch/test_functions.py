@@ -300,8 +300,8 @@ def test_functionalized_calls_change_the_residual():
 def tensors_to_save(member, x, r, w, b, output, total=None):
     """Return the tensors, apart from the statistics, that autograd must save for the required gradients.
 
-    The parameters' shapes determine the order of summation. So the factor of x is always saved, and a bias is unless it
-    has the shape and dtype of the weight.
+    The parameters' shapes determine the order in which rows are summed. So if such a sum is needed, the factor of x is
+    saved, and a bias is unless it has the shape and dtype of the weight.
     """
     needs_dx, needs_dw, needs_db = x.requires_grad, w.requires_grad, b.requires_grad and member.has_bias
     needs_dr = r.requires_grad and member.takes_r
@@ -312,7 +312,8 @@ def tensors_to_save(member, x, r, w, b, output, total=None):
     saved = [w]
     if needs_gradient_of_rows or needs_dw:
         saved.append(output if memory_efficient else x if total is None else total)
-    if scales_input:  # b is the factor of x
+    sums_rows = needs_dw or needs_db or (scales_input and needs_dgate)
+    if scales_input and (sums_rows or needs_dx):  # b is the factor of x
         saved += [b, *[x] * needs_dgate]
     if member.is_gated_norm and (needs_gradient_of_rows or needs_dw or (needs_db and not gate_first)):
         saved.append(r)
@@ -320,7 +321,7 @@ def tensors_to_save(member, x, r, w, b, output, total=None):
     # which has the bias.
     computes_with_bias = needs_dgate and member.is_gated_norm and not gate_first
     computes_with_bias |= memory_efficient and (needs_gradient_of_rows or needs_dw)
-    if member.has_bias and (computes_with_bias or b.dtype != w.dtype):
+    if member.has_bias and (computes_with_bias or (sums_rows and b.dtype != w.dtype)):
         saved.append(b)
     return saved
 
