@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import shutil
-import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
@@ -107,7 +106,8 @@ class BuildExtension(cpp_extension.BuildExtension):
         """
         super().finalize_options()
         build_base = self.get_finalized_command("build").build_base
-        self.build_temp = os.path.join(build_base, f"{sys.implementation.cache_tag}-torch-{torch.__version__}")
+        abi = sysconfig.get_config_var("SOABI")  # names the version, free threading, debug builds and the platform
+        self.build_temp = os.path.join(build_base, f"{abi}-torch-{torch.__version__}")
         self.force = True
 
     def run(self):
