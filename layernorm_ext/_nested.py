@@ -188,6 +188,6 @@ def _as_nested(result: Any, like: Any) -> Tensor:
         return torch.nested.as_nested_tensor(result, dtype=like.dtype, device=like.device)
     ragged_dim, values = like._ragged_idx - 1, result
     if isinstance(result, list):
-        values = torch.cat([like.values().narrow(ragged_dim, 0, 0), *result], ragged_dim)  # the list may be empty
+        values = torch.cat(result or [like.values().narrow(ragged_dim, 0, 0)], ragged_dim)
     seqlens = like._maybe_min_seqlen, like._maybe_max_seqlen  # known ones spare attention a wait for the GPU
     return torch.nested.nested_tensor_from_jagged(values, like.offsets(), like.lengths(), like._ragged_idx, *seqlens)

@@ -128,7 +128,7 @@ def choose(module: Module, cached: dict[Hashable, Choice | SkippedError]) -> Cho
                 torch.inference_mode(False),
                 torch.enable_grad(),
                 torch.autocast("cpu", enabled=False),
-                torch.random.fork_rng(devices=()),
+                torch.random.fork_rng(devices=(), device_type="cpu"),
                 warnings.catch_warnings(action="ignore"),  # torch's RMSNorm warns of dtypes without a fused kernel
             ):
                 cached[key] = _first_equal_candidate(module)

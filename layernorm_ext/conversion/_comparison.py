@@ -263,7 +263,9 @@ def _copy_with(module: Module, parameters: dict[str, Tensor], others: dict[str, 
 
 def _other_buffer(buffer: Tensor) -> Tensor:
     """Return a copy of a buffer, with other floating numbers, on which no output of a norm depends."""
-    return buffer + 1 if buffer.is_floating_point() else buffer.clone()
+    if not buffer.is_floating_point() or buffer.layout != torch.strided or buffer.itemsize == 1:  # no arithmetic
+        return buffer.clone()
+    return torch.where(buffer.abs() < 100, buffer + 1, 1)
 
 
 def shortened(error: object) -> str:

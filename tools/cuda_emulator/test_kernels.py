@@ -226,9 +226,8 @@ def test_few_rows_take_one_launch(library, dtypes, vectors):
                 library.launched()
                 results = run(library, x, dy, w, b)
                 counts = library.launched()
-                if in_one_launch:
-                    at_other_addresses = run(library, amid_nans(x, gap=0), amid_nans(dy), amid_nans(w), b)
-                    assert_same_bits(results, at_other_addresses, cols, architecture, iterations)
+                at_other_addresses = run(library, amid_nans(x, gap=0), amid_nans(dy), amid_nans(w), b)
+            assert_same_bits(results, at_other_addresses, cols, architecture, iterations)
             check(results, x, dy, w, b, context=(cols, architecture, iterations))
             if in_one_launch:
                 assert launches_of(counts, "backward") == {blocks: 1}, (cols, architecture, iterations)
