@@ -93,8 +93,13 @@ def _comparison_key(module: Module) -> Hashable:
     children: Iterable[Hashable] = module._modules
     if not has_only_known_children(module):
         children = [(name, id(child)) for name, child in module._modules.items()]
-    key: tuple[Any, ...] = (type(module), module.training, *module._parameters)
+    key: tuple[Any, ...] = (type(module), module.training, _is_parallelized(module), *module._parameters)
     return *key, *buffers, *children, *attributes, *parameters
+
+
+def _is_parallelized(module: Module) -> bool:
+    """Return whether a parallel style of torch.distributed has registered a hook that changes the inputs."""
+    return any(map(is_of_parallel_style, module._forward_pre_hooks.values()))
 
 
 def _comparable(value: object) -> Hashable:
@@ -159,7 +164,7 @@ def _first_equal_candidate(module: Module) -> Choice:
     parameters = list(inspect.signature(cls.forward).parameters.values())
     if len(parameters) != 2 and not takes_gate(module):
         raise SkippedError(f"its forward has the parameters {', '.join(each.name for each in parameters)}")
-    if takes_gate(module) and any(map(is_of_parallel_style, module._forward_pre_hooks.values())):
+    if takes_gate(module) and _is_parallelized(module):
         raise SkippedError("a parallel style may leave out its gate; convert the model before it is parallelized")
     devices = {parameter.device.type for parameter in module.parameters()} - _DEVICES
     if devices:

@@ -395,6 +395,21 @@ def test_layers_are_replaced_and_restored(cls):
     assert snapshot(layer) == before and list(vars(layer)) == list(before[1])
 
 
+def test_equal_gated_layers_are_distinguished_by_the_hook_of_a_parallel_style():
+    """The hook may leave out the gate. A copy without it is converted, whichever of them comes first."""
+
+    def hook(module, inputs):
+        return inputs
+
+    hook.__module__ = "torch.distributed.tensor.parallel.style"
+    register_conversion(GateFirst)
+    for parallelized in (0, 1):
+        model = torch.nn.ModuleList(GateFirst(16) for _ in range(2))
+        model[parallelized].register_forward_pre_hook(hook)
+        report = convert(model)
+        assert list(report.replaced) == [str(1 - parallelized)] and list(report.skipped) == [str(parallelized)]
+
+
 @layers
 def test_output_dtypes_are_kept(cls):
     """The test tries all dtypes of parameters and inputs that the layer takes. The output is rounded once."""
