@@ -51,7 +51,8 @@ class Allocator {
   ~Allocator() = default;
 };
 
-// What forward and backward share. Acc, the type of statistics and of sums, is double for kFloat64, else float.
+// The fields that forward and backward share. Acc, the type of statistics and of sums, is double for kFloat64, else
+// float.
 //
 // All arrays of [samples, rows, cols] have col_stride 1 or, with channels_first (images, whose channels are the columns
 // and whose pixels are the rows), row_stride 1. The weight, bias, input_scale and their gradients are [samples, 1,

@@ -9,7 +9,7 @@
 
 namespace layernorm::cuda {
 
-// What the host computes from BackwardParams for backward_staged.
+// The values that the host computes from BackwardParams for backward_staged.
 struct BackwardPlan : GradientPlan, RowDivision {
   int rows_per_iteration;    // per block
   int stages;                // per warp
@@ -46,7 +46,7 @@ enum RowSum { kSumOfD, kSumOfG, kSumOfGD };
 // The arrays that are staged. Only gated norms have a gate.
 enum StagedArray { kX, kDy, kGate };
 
-// What a stage has of a row beside its elements: the statistics, and addresses of arrays that are not staged.
+// A stage holds this beside the elements of a row: the statistics, and addresses of arrays that are not staged.
 template <class T, class X, int kArrays>
 struct alignas(16) BackwardRowHeader {
   Acc mean, rstd;

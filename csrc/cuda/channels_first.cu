@@ -20,7 +20,7 @@
 
 namespace layernorm::cuda {
 
-// What the host computes from Params. Forward uses only flags and rows_per_sample of GradientPlan.
+// The values that the host computes from Params. Forward uses only flags and rows_per_sample of GradientPlan.
 struct ChannelsFirstPlan : GradientPlan {
   FloatDivisor<double> channels;
   bool staged;  // a tile fits into shared memory

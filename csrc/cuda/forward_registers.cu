@@ -20,7 +20,7 @@
 
 namespace layernorm::cuda {
 
-// What the host computes from ForwardParams for forward_registers.
+// The values that the host computes from ForwardParams for forward_registers.
 struct RegistersPlan : ForwardPlan {
   unsigned vectors;  // per row
   int row_threads, log2_row_threads;

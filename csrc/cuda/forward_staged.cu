@@ -26,7 +26,7 @@
 
 namespace layernorm::cuda {
 
-// What the host computes from ForwardParams for forward_staged.
+// The values that the host computes from ForwardParams for forward_staged.
 struct StagedPlan : ForwardPlan, RowDivision {
   int stages, stage_bytes;                                        // per warp
   int rows_per_iteration, iterations;                             // per block
@@ -44,7 +44,7 @@ constexpr int kMaxStages = 3;  // with a lag: one whose row is summed, one whose
 // only one block of 16 warps.
 constexpr int64_t kPreferredWarps = 8;
 
-// What a stage has of a row beside its elements: the addresses of its results, and a copy of the first vector of the
+// A stage holds this beside the elements of a row: the addresses of its results, and a copy of the first vector of the
 // block's columns, from which every warp estimates the mean. 32 bytes, because a vector that is not aligned takes two
 // granules of 16 bytes.
 template <class T, class X>

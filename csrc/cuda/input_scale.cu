@@ -24,7 +24,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kRowsInFlight = 4;  // rows that a thread loads before it uses them
 
-// What the host computes from BackwardParams.
+// The values that the host computes from BackwardParams.
 struct InputScalePlan : GradientPlan {
   bool whole_vectors;  // a row of x is whole vectors
 };

@@ -1,5 +1,5 @@
-// What the host code computes for all kernels beside Params: the flags of a call, the numbers with which kernels find
-// rows, and the segments of rows over which weight gradients are summed.
+// The values that the host code computes for all kernels beside Params: the flags of a call, the numbers with which
+// kernels find rows, and the segments of rows over which weight gradients are summed.
 #pragma once
 
 #include <algorithm>

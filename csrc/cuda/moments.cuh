@@ -34,7 +34,7 @@ struct Moments {
   }
 };
 
-// What the host computes from ForwardParams for the kernels of rows.
+// The values that the host computes from ForwardParams for the kernels of rows.
 struct ForwardPlan {
   Flags flags;
   ByteStride x_stride, input_stride, output_stride, sum_stride;  // of x: that of the residual, or else of the input

@@ -1,4 +1,4 @@
-// What forward and backward of rows in shared memory have in common. ThreadColumns: the columns that a thread owns for
+// The code that forward and backward of rows in shared memory share. ThreadColumns: the columns that a thread owns for
 // a whole launch, so that their weights and sums stay in registers. Variants: the constants for which an instance of a
 // kernel is compiled. RowDivision: the blocks and threads of a row. WarpSums: the sums of a row over its warps.
 #pragma once

@@ -95,7 +95,7 @@ def function_of(text):
     return namespace["function"]
 
 
-# What is fused: the kinds of calls and their numbers.
+# The kinds of fused calls, and their numbers.
 ADD, GATE = {"add": 1}, {"gate and add": 1}
 MODULATE, ADD_MODULATE, ALL = {"modulate": 1}, {"add and modulate": 1}, {"gate, add and modulate": 1}
 
