@@ -95,7 +95,7 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
   SavedTensor saved_input;
   SavedTensor saved_weight, saved_mean, saved_rstd;  // if they exist; the mean if needs_mean()
   SavedTensor saved_bias, saved_input_scale;  // for their values or their types, see sums_rows in forward_autograd()
-  SavedTensor saved_gate;                     // unless only dbias is needed and does not depend on it
+  SavedTensor saved_gate;                     // also where only its existence determines the order of a sum
   SavedTensor saved_scaled_input;             // the input, for the gradient of input_scale
   std::vector<c10::SymInt> normalized_shape;
   bool has_residual = false;  // whether the sum is an output of the node
@@ -175,7 +175,6 @@ ForwardOutputs forward_autograd(const ForwardArgs& args) {
   // It does not depend on the input, except for its dtype, where that is not the dtype of grad_output.
   const bool saves_input = any_requires_grad(input, residual, weight, gate, input_scale) ||
                            (residual && residual->scalar_type() != input->scalar_type());
-  const bool saves_gate = gate && (saves_input || !options.gate_first);
   const bool needs_bias_values = options.memory_efficient ? saves_input : needs_bias(args) && requires_grad(gate);
   // The shapes of all parameters determine the order in which backward sums the rows. So if a gradient is such a sum,
   // all parameters are saved, or represented by a weight of the same type: otherwise its bits would depend on which
@@ -186,7 +185,7 @@ ForwardOutputs forward_autograd(const ForwardArgs& args) {
   if (bias && (needs_bias_values || (sums_rows && has_other_type(*bias, weight))))
     node->saved_bias = SavedTensor(*bias);
   if (input_scale && (sums_rows || requires_grad(input))) node->saved_input_scale = SavedTensor(*input_scale);
-  if (saves_gate) node->saved_gate = SavedTensor(*gate);
+  if (gate) node->saved_gate = SavedTensor(*gate);
   if (node->has_residual && requires_grad(input_scale)) node->saved_scaled_input = SavedTensor(input);
   ForwardOutputs outputs = forward_below_autograd(args);
   auto& [output, sum, mean, rstd] = outputs;

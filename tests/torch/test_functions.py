@@ -18,7 +18,7 @@ from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from layernorm_ext import _C, _calls, add_layer_norm, layer_norm, layer_norm_2d, rms_norm
+from layernorm_ext import _C, _calls, add_layer_norm, gated_layer_norm, layer_norm, layer_norm_2d, rms_norm
 
 FLOATS = [F64, F32, F16, BF16]
 # Input, residual, weight, bias: 16 bits, wider parameters, narrower ones, two parameter dtypes, float32 residuals.
@@ -190,6 +190,18 @@ def test_a_gradient_has_the_same_bits_whichever_others_are_computed(function):
                 assert actual is None or torch.equal(actual, right)
 
 
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_the_gradient_of_the_bias_of_a_gated_norm_has_the_same_bits_alone(gate_first):
+    """It does not depend on a gate that multiplies the input, but kernels of gated norms sum other numbers of rows."""
+    x, gate, dy = (randn((100, 100), BF16) for _ in range(3))
+    dy = dy * 2.0 ** -torch.randint(13, dy.shape).to(BF16)  # float32 would add numbers of one size without rounding
+    w, b = (randn(100, F32).requires_grad_() for _ in range(2))
+    alone, together = (
+        gated_layer_norm(x, gate, (100,), weight, b, gate_first=gate_first) for weight in (w.detach(), w)
+    )
+    assert_same_bits(torch.autograd.grad(alone, b, dy), torch.autograd.grad(together, b, dy))
+
+
 def test_a_memory_efficient_backward_has_no_derivative_by_the_bias_either():
     x, b = randn((3, 8), F32), randn(8, F32).requires_grad_()
     forward, backward = torch.ops.layernorm.forward, torch.ops.layernorm.backward
@@ -315,7 +327,7 @@ def tensors_to_save(member, x, r, w, b, output, total=None):
     sums_rows = needs_dw or needs_db or (scales_input and needs_dgate)
     if scales_input and (sums_rows or needs_dx):  # b is the factor of x
         saved += [b, *[x] * needs_dgate]
-    if member.is_gated_norm and (needs_gradient_of_rows or needs_dw or (needs_db and not gate_first)):
+    if member.is_gated_norm:
         saved.append(r)
     # Backward from the output subtracts the bias to find xhat, and a gate behind the norm multiplies the norm's output,
     # which has the bias.
