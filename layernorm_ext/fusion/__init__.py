@@ -6,10 +6,9 @@ One call of the operator ``layernorm::forward`` replaces a residual sum with a g
     y = norm(s)                         ->  output, s = forward(x, weight=1 + scale, bias=shift, residual=residual,
     output = y * (1 + scale) + shift                            input_scale=gate)
 
-Everything but the norm may be missing. The operator's autograd serves training. ``docs/fusion.md`` shows the uses.
+Everything but the norm may be missing. ``_neighbors.py`` finds the nodes, ``_graph_order.py`` the writes between them.
+The graph is neither functional nor normalized; in doubt, a norm stays as it is. ``docs/fusion.md`` has the uses.
 
-The logger ``layernorm_ext.fusion`` gets a line for each graph at level INFO. The graph is neither functional nor
-normalized, so that the pass leaves a norm as it is if it cannot exclude that the order of reads and writes changes.
 This module is not imported by ``import layernorm_ext``, because Inductor's modules take a second to import.
 """
 
@@ -20,7 +19,7 @@ import itertools
 import logging
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,14 +27,15 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 import layernorm_ext
 
 from . import _graph_order as order
-from ._graph_order import Writes, fake_tensor, is_call, recorded
+from . import _neighbors
+from ._graph_order import Writes, fake_tensor, recorded
+from ._neighbors import Modulation, Sum, are_alike, find_modulations, find_sums, share_batch_sizes
 
 __all__ = ["FuseNeighbors", "eager", "fuse_neighbors"]
 
@@ -58,7 +58,7 @@ class FuseNeighbors(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """Return the part of Inductor's cache key that depends on this pass."""
-        return get_hash_for_files((__file__, order.__file__), layernorm_ext.__version__)
+        return get_hash_for_files((__file__, order.__file__, _neighbors.__file__), layernorm_ext.__version__)
 
     def __call__(self, graph: Graph) -> None:
         """Fuse the norms of a graph with their neighbors, in place."""
@@ -76,7 +76,7 @@ class FuseNeighbors(CustomGraphPass):
             elif norms:
                 order.hoist_numbers(graph)
                 order.make_sums_out_of_place(graph)
-                _remove_identities(graph)
+                order.remove_identities(graph)
                 writes = Writes(graph)
                 for norm in norms:
                     with self._caught(norm.name):
@@ -111,188 +111,6 @@ def eager(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., A
     return module.forward
 
 
-# Names of the operations and of their arguments
-
-_OPERANDS = {"add": ("self", "other"), "mul": ("self", "other"), "addcmul": ("self", "tensor1", "tensor2")}
-_OTHER_NAMES = {"multiply": "mul", "input": "self"}
-_RESHAPES = {"reshape", "reshape_as", "view", "view_as", "flatten", "unflatten", "squeeze", "unsqueeze", "getitem"}
-_CONVERSIONS = {"to", "type_as", "float", "half", "bfloat16", "double", "contiguous"}
-_NO_EFFECT = {"alpha": 1, "value": 1, "out": None}  # options with these values change nothing
-
-
-def _operands(node: Any, name: str) -> tuple[Any, ...] | None:
-    """Return the operands of a node, or None if it is another operation or has an option that changes its value."""
-    called = order.operation(node)
-    names = _OPERANDS[name]
-    if _OTHER_NAMES.get(called, called) != name or len(node.args) > len(names):
-        return None
-    given = dict(zip(names, node.args, strict=False))
-    given |= {_OTHER_NAMES.get(key, key): value for key, value in node.kwargs.items()}
-    operands = tuple(given.pop(name, None) for name in names)
-    return operands if given.items() <= _NO_EFFECT.items() else None
-
-
-def _source(view: Node) -> Any:
-    """Return the tensor that a view reshapes, which may be a keyword argument."""
-    return view.args[0] if view.args else view.kwargs.get("input", view.kwargs.get("self"))
-
-
-def _both_orders(pair: tuple[Any, ...] | None) -> Iterable[tuple[Any, ...]]:
-    return (pair, pair[::-1]) if pair else ()
-
-
-def _remove_identities(graph: Graph) -> None:
-    """Remove conversions and dropouts that return their input itself."""
-    for node in [node for node in graph.nodes if is_call(node) and not order.may_write(node)]:
-        name, source = order.operation(node), _source(node)
-        flags = [*node.args[2:3], node.kwargs.get("training"), node.kwargs.get("train")]
-        is_identity = name == "dropout" and any(flag is False for flag in flags)  # training is False
-        is_identity |= name in _CONVERSIONS and order.may_share_storage(source, node)
-        if is_identity and order.are_interchangeable(fake_tensor(source), fake_tensor(node)):
-            node.replace_all_uses_with(source, lambda user: user.op != "output")  # whose names export knows
-            if not node.users:
-                graph.erase_node(node)
-
-
-# Questions about recorded values. Those about symbolic sizes add no guard: the answer is False if it is not known.
-
-
-def _are_alike(first: Any, *others: Any) -> bool:
-    """Return whether all are tensors of the same shape, dtype and device: operations among them convert nothing."""
-    x, *rest = map(fake_tensor, (first, *others))
-    return x is not None and all(
-        y is not None and (y.dtype, y.device) == (x.dtype, x.device) and order.are_equal(y.shape, x.shape) for y in rest
-    )
-
-
-def _is_parameter(parameter: Any, x: Any, dims: int) -> bool:
-    """Return whether a tensor can be a weight, bias or gate of x, and the product with it has the metadata of x."""
-    p, like = fake_tensor(parameter), fake_tensor(x)
-    if p is None or like is None or p.device != like.device or p.dim() not in (dims, like.dim()):
-        return False
-    keeps_dtype = p.is_floating_point() and torch.promote_types(p.dtype, like.dtype) == like.dtype
-    batch = zip(p.shape[: p.dim() - dims], like.shape, strict=False)
-    broadcasts = all(statically_known_true(n == 1) or statically_known_true(n == m) for n, m in batch)
-    return keeps_dtype and broadcasts and order.are_equal(p.shape[-dims:], like.shape[-dims:])
-
-
-def _share_batch_sizes(dims: int, *parameters: Any) -> bool:
-    """Return whether all parameters with batch sizes other than 1 have the same."""
-    sizes = [value.shape[:-dims] for value in map(fake_tensor, parameters) if value is not None and value.dim() > dims]
-    sizes = [size for size in sizes if not all(statically_known_true(n == 1) for n in size)]
-    return all(order.are_equal(size, sizes[0]) for size in sizes)
-
-
-# Neighbors
-
-
-@dataclass(frozen=True)
-class _Sum:
-    """``total = residual + gate * x``, which a norm reads through ``views`` that reshape its batch dimensions."""
-
-    nodes: list[Node]  # the last one computes the total
-    x: Node
-    residual: Node
-    gate: Node | None
-    views: list[Node]  # the norm reads the first one, which reads the next one
-
-    @property
-    def total(self) -> Node:
-        return self.nodes[-1]
-
-    @property
-    def replaced(self) -> list[Node]:
-        return [*self.nodes, *itertools.takewhile(lambda view: len(view.users) == 1, self.views)]
-
-
-@dataclass(frozen=True)
-class _Modulation:
-    """``result = y * factor + shift``, or ``y + y * factor + shift`` if the factor is zero-centered."""
-
-    replaced: list[Node]  # the last one is the result
-    factor: Node
-    shift: Node | None = None
-    is_zero_centered: bool = False
-
-    @property
-    def parameters(self) -> list[Node]:
-        return [self.factor] if self.shift is None else [self.factor, self.shift]
-
-
-def _sums(source: Any, dims: int) -> Iterator[_Sum]:
-    """Yield the ways in which a norm over the last ``dims`` dimensions reads a sum, the most complete first."""
-    total, views = source, []
-    while _keeps_rows(total, dims):
-        views.append(total)
-        total = _source(total)
-    for residual, factors, nodes in _multiply_adds(total):
-        for gate, x in _both_orders(factors):
-            if _are_alike(total, x, residual) and _is_parameter(gate, total, dims) and not _are_alike(gate, total):
-                yield _Sum(nodes, x, residual, gate, views)
-    pair = _operands(total, "add")
-    if pair and _are_alike(total, *pair):
-        yield _Sum([total], pair[0], pair[1], None, views)
-
-
-def _multiply_adds(node: Any) -> Iterator[tuple[Any, tuple[Any, ...], list[Node]]]:
-    """Yield term, factors and nodes of each way to read a node as ``term + factor * factor``."""
-    triple = _operands(node, "addcmul")
-    if triple:
-        yield triple[0], triple[1:], [node]
-    for product, term in _both_orders(_operands(node, "add")):
-        factors = _operands(product, "mul")
-        if factors and product is not term and len(product.users) == 1 and _are_alike(product, node):
-            yield term, factors, [product, node]
-
-
-def _keeps_rows(node: Any, dims: int) -> bool:
-    """Return whether a node reshapes batch dimensions only."""
-    if order.operation(node) not in _RESHAPES:
-        return False
-    new, old = map(fake_tensor, (node, _source(node)))
-    if new is None or old is None or new.dtype != old.dtype:  # view(dtype) reads other numbers
-        return False
-    is_whole = order.may_share_storage(node, _source(node)) and statically_known_true(new.numel() == old.numel())
-    is_slice_or_gather = order.operation(node) == "getitem" and not is_whole
-    return not is_slice_or_gather and order.are_equal(new.shape[-dims:], old.shape[-dims:])
-
-
-def _modulations(y: Node, dims: int) -> Iterator[_Modulation]:
-    """Yield the modulations of a norm's output that include all of its uses, the most complete first."""
-    last = max(y.users, default=None)
-    results = [*(last.users if len(last.users) == 1 else ()), last] if last else []  # the nodes that may be the result
-    found = [
-        _Modulation([*scaled.replaced, result], scaled.factor, shift, scaled.is_zero_centered)
-        for result in results
-        for product, shift in _both_orders(_operands(result, "add"))
-        if is_call(product) and product is not shift and len(product.users) == 1
-        for scaled in _scaled(product, y)
-    ]
-    for result in results:
-        triple = _operands(result, "addcmul") or ()
-        found += [_Modulation([result], factor, triple[0]) for this, factor in _both_orders(triple[1:]) if this is y]
-    for each in [*found, *itertools.chain(*(_scaled(result, y) for result in results))]:
-        factor, shift = each.factor, each.shift
-        if y in (factor, shift) or not set(y.users) <= set(each.replaced) or not _is_parameter(factor, y, dims):
-            continue
-        is_gate = _are_alike(factor, y) and order.operation(factor) != "add"  # an activation, and not 1 + scale
-        is_residual = _are_alike(shift, y) and not _are_alike(factor, y)  # which the next norm can take
-        if not is_gate and not is_residual and (shift is None or _is_parameter(shift, y, dims)):
-            yield each
-
-
-def _scaled(node: Node, y: Node) -> Iterator[_Modulation]:
-    """Yield the ways in which a node is ``y * factor`` or ``y + y * factor``."""
-    for this, factor in _both_orders(_operands(node, "mul")):
-        if this is y:
-            yield _Modulation([node], factor)
-    for term, factors, nodes in _multiply_adds(node):
-        if term is y and y in factors:
-            yield _Modulation(nodes, factors[factors[0] is y], None, True)
-
-
-# The fused call
-
 _DEFAULTS: dict[str, Any] = {argument.name: argument.default_value for argument in _ops.forward.fused._schema.arguments}
 _DEFAULTS["eps"] = 1e-5  # of forward.default
 
@@ -308,8 +126,8 @@ def _fuse_norm(norm: Node, writes: Writes) -> str | None:
     if y is None or items or len(norm.users) > 2 or given["memory_efficient"] or given["images"] or given["gate"]:
         return None
     dims = len(map_arg(given["normalized_shape"], recorded))
-    modulations = [*_modulations(y, dims), None]
-    sums = [*(() if returns_sum or given["num_groups"] else _sums(given["input"], dims)), None]
+    modulations = [*find_modulations(y, dims), None]
+    sums = [*(() if returns_sum or given["num_groups"] else find_sums(given["input"], dims)), None]
     choices = [(s, m) for m in modulations for s in sums if s] + [(None, m) for m in modulations if m]
     for choice in choices:  # the first one that fits
         match = _Match(norm, y, total, given, dims, writes, *choice)
@@ -329,8 +147,8 @@ class _Match:
     given: dict[str, Any]  # the arguments by name
     dims: int  # the number of normalized dimensions
     writes: Writes
-    sum: _Sum | None
-    modulation: _Modulation | None
+    sum: Sum | None
+    modulation: Modulation | None
     new: list[Node] = field(default_factory=list)  # the inserted nodes, in order
 
     @property
@@ -348,9 +166,8 @@ class _Match:
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments of the call without a modulation, whose parameters insert() adds."""
-        if self.sum is None:
-            return self.given
-        return self.given | {"residual": self.sum.residual, "input": self.sum.x, "input_scale": self.sum.gate}
+        s = self.sum
+        return self.given | ({"residual": s.residual, "input": s.x, "input_scale": s.gate} if s else {})
 
     @property
     def own_parameters(self) -> list[Node]:
@@ -368,11 +185,11 @@ class _Match:
         parameters = self.modulation.parameters if self.modulation else self.own_parameters
         if self.sum and self.sum.views and any(recorded(each).dim() != self.dims for each in parameters):
             return False  # before the views, the batch dimensions are others
-        return _share_batch_sizes(self.dims, *parameters, self.sum.gate if self.sum else self.given["input_scale"])
+        return share_batch_sizes(self.dims, *parameters, self.sum.gate if self.sum else self.given["input_scale"])
 
-    def can_multiply_parameters(self, modulation: _Modulation) -> bool:
+    def can_multiply_parameters(self, modulation: Modulation) -> bool:
         """Return whether weight and bias can be multiplied by the factor: in one dtype, and smaller than the output."""
-        if modulation.is_zero_centered or self.given["zero_centered_weight"] or _are_alike(modulation.factor, self.y):
+        if modulation.is_zero_centered or self.given["zero_centered_weight"] or are_alike(modulation.factor, self.y):
             return False  # other formulas, or products of the size of the output
         values = map(fake_tensor, [self.given["input"], *self.own_parameters, *modulation.parameters])
         are_shared = all(recorded(each).dim() == self.dims for each in self.own_parameters)
@@ -401,15 +218,14 @@ class _Match:
         stack = self.module_stack(point) if point else None
         if point is None or stack is None:
             return False
-        results: dict[Node, Node] = {}
+        is_same = False
         try:
             results = self.insert(point)
-            if not all(order.are_interchangeable(recorded(new), fake_tensor(old)) for old, new in results.items()):
-                results = {}
+            is_same = all(order.are_interchangeable(recorded(new), fake_tensor(old)) for old, new in results.items())
         finally:
-            for node in () if results else reversed(self.new):
+            for node in () if is_same else reversed(self.new):
                 self.norm.graph.erase_node(node)
-        if not results:
+        if not is_same:
             return False
         for node in [*self.new, *results]:
             if "nn_module_stack" in node.meta:
@@ -457,12 +273,12 @@ class _Match:
                 results[total] = self._call(operator.getitem, (call, 1))
         with self.norm.graph.inserting_before(result):
             for view in reversed(self.sum.views if self.sum else ()):
-                given = {name: value for name, value in view.kwargs.items() if value is not _source(view)}
+                given = {name: value for name, value in view.kwargs.items() if value is not order.source_of(view)}
                 args = results[result], *view.args[1:]
                 results[result] = self._call(view.target, args, given)
         return results
 
-    def _modulated_parameters(self, modulation: _Modulation) -> dict[str, Any]:
+    def _modulated_parameters(self, modulation: Modulation) -> dict[str, Any]:
         """Return ``weight * factor`` and ``bias * factor + shift``, and insert the nodes that compute them."""
         weight, bias, factor, shift = self.given["weight"], self.given["bias"], modulation.factor, modulation.shift
         product = factor if weight is None else self._call(_aten.mul.Tensor, (weight, factor))

@@ -1,4 +1,4 @@
-"""The order of reads and writes in a graph of Dynamo, which is not functional."""
+"""Reads and writes in a graph of Dynamo, which is not functional, and the preparation of the graph."""
 
 from __future__ import annotations
 
@@ -75,6 +75,7 @@ _IN_PLACE_OPERATOR = re.compile("i(?!n|s_)|(set|del)item")  # iadd and isub, but
 # In-place operations that change a shape, so that recorded values mislead.
 _IN_PLACE_RESHAPES = {"as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_"}
 _IN_PLACE_RESHAPES |= {"transpose_", "unsqueeze_"}
+_CONVERSIONS = {"to", "type_as", "float", "half", "bfloat16", "double", "contiguous"}
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size)
 
 
@@ -85,6 +86,11 @@ def operation(node: Any) -> str:
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.name.removeprefix("aten::")
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def source_of(view: Node) -> Any:
+    """Return the tensor that a view reshapes, which may be a keyword argument."""
+    return view.args[0] if view.args else view.kwargs.get("input", view.kwargs.get("self"))
 
 
 def forbids_fusion(node: Node) -> bool:
@@ -123,19 +129,14 @@ def may_write(node: Node) -> bool:
     module = getattr(target, "__module__", None)
     if module == "_operator":
         return _IN_PLACE_OPERATOR.match(name) is not None
-    given = _arguments(node)
+    names = inspect.signature(target).parameters if isinstance(target, types.FunctionType) else ()
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
     if given.get("inplace", False) is not False or given.get("out") is not None or given.get("max_norm") is not None:
         return True
     if _IN_PLACE.search(name) or _STATISTICS.search(name):
         return True
     is_known = isinstance(target, (types.FunctionType, types.BuiltinFunctionType)) and module in _KNOWN_MODULES
     return node.op == "call_function" and not (is_known or target in (getattr, torch.Size))
-
-
-def _arguments(node: Node) -> dict[str, Any]:
-    """Return the arguments of a Python function by name, and only the keyword arguments of other calls."""
-    names = inspect.signature(node.target).parameters if isinstance(node.target, types.FunctionType) else ()
-    return dict(zip(names, node.args, strict=False)) | node.kwargs
 
 
 def hoist_numbers(graph: Graph) -> None:
@@ -176,6 +177,19 @@ def make_sums_out_of_place(graph: Graph) -> None:
             reader[each] = max([reader.get(each, node), *node.users])
         if is_call(node) and _MODE.search(operation(node)):
             mode = node
+
+
+def remove_identities(graph: Graph) -> None:
+    """Remove conversions and dropouts that return their input itself."""
+    for node in [node for node in graph.nodes if is_call(node) and not may_write(node)]:
+        name, source = operation(node), source_of(node)
+        flags = [*node.args[2:3], node.kwargs.get("training"), node.kwargs.get("train")]
+        is_identity = name == "dropout" and any(flag is False for flag in flags)  # training is False
+        is_identity |= name in _CONVERSIONS and may_share_storage(source, node)
+        if is_identity and are_interchangeable(fake_tensor(source), fake_tensor(node)):
+            node.replace_all_uses_with(source, lambda user: user.op != "output")  # whose names export knows
+            if not node.users:
+                graph.erase_node(node)
 
 
 class Writes:
