@@ -12,7 +12,7 @@ namespace layernorm {
 template <class T_, class X_, class W_>
 struct Types {
   using T = T_;  // input, output and grad_output
-  using X = X_;  // x: the input, or its sum with the residual; and its gradients
+  using X = X_;  // the input or, with a residual, the sum; and their gradients
   using W = W_;  // weight, bias and their gradients
 };
 
@@ -46,7 +46,7 @@ void dispatch_dtypes(const Params& p, F&& f) {
   }
 }
 
-// The same for images, which have no residual: X is T.
+// Like dispatch_dtypes(), but for images. They have no residual, so X is T, and f is not compiled for other types.
 template <class Elements, class F>
 void dispatch_dtypes_of_images(const Params& p, F&& f) {
   dispatch_dtypes<Elements>(p, [&](auto types) {
