@@ -1,6 +1,7 @@
 """The normalizations of one input, as modules.
 
-Files with modules evaluate annotations: torch.fx copies them to its graphs, which pickle cannot save with strings.
+This file has no ``from __future__ import annotations``: torch.fx copies annotations to its graphs, and pickle cannot
+save graphs whose annotations are strings.
 """
 
 from collections.abc import Sequence

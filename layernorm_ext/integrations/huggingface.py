@@ -1,12 +1,12 @@
 """This package's kernels for Hugging Face's ``kernels``, which replaces the ``forward`` of decorated layers.
 
-After :func:`register`, ``kernels.kernelize`` and ``use_kernels=True`` of transformers use them on CPUs and, if this
-package was built with CUDA, on GPUs, in all modes, ``torch.compile`` included.
+After :func:`register`, ``kernels.kernelize`` and ``use_kernels=True`` of transformers run this package's kernels on
+CPUs and, if it was built with CUDA, on GPUs, in all modes, ``torch.compile`` included.
 
 ========================  ======================================================================
 name of the layer         classes
 ========================  ======================================================================
-``RMSNorm``               the RMSNorms that transformers decorates, four of five
+``RMSNorm``               the RMSNorms that transformers decorates, which are four of five
 ``RMSNormZeroCentered``   ten classes that multiply by ``weight + 1``, such as Gemma's
 ``RMSNormGated``          the RMSNorms that multiply the output by an activated gate, such as Qwen3-Next's
 ``RMSNormGateFirst``      five classes that multiply the input by an activated gate, such as Mamba-2's
