@@ -29,10 +29,10 @@ void dispatch_dtypes(const Params& p, F&& f) {
     return p.sum_dtype == sum_dtype && p.param_dtype == param_dtype;
   };
   const auto with_16_bit = [&](auto element) {
-    using Half = decltype(element);
-    if (has_dtypes(p.dtype, p.dtype)) return f(Types<Half, Half, Half>{});
-    if (has_dtypes(p.dtype, Dtype::kFloat32)) return f(Types<Half, Half, Float>{});
-    if (has_dtypes(Dtype::kFloat32, Dtype::kFloat32)) return f(Types<Half, Float, Float>{});
+    using T = decltype(element);
+    if (has_dtypes(p.dtype, p.dtype)) return f(Types<T, T, T>{});
+    if (has_dtypes(p.dtype, Dtype::kFloat32)) return f(Types<T, T, Float>{});
+    if (has_dtypes(Dtype::kFloat32, Dtype::kFloat32)) return f(Types<T, Float, Float>{});
     no_kernel_for(p);
   };
   if (p.dtype == Dtype::kFloat16) return with_16_bit(typename E::Float16{});

@@ -199,8 +199,9 @@ class AdaLayerNorm(TakesSeveralInputs):
         y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * (1 + \mathrm{scale}) + \mathrm{shift}
 
     :func:`layernorm_ext.ada_layer_norm` describes shapes, precision and errors. The module has no parameters and
-    replaces ``LayerNorm(normalized_shape, eps, elementwise_affine=False)`` and the operations behind it. Source:
-    Peebles and Xie, `Scalable Diffusion Models with Transformers <https://arxiv.org/abs/2212.09748>`_, 2022.
+    replaces ``LayerNorm(normalized_shape, eps, elementwise_affine=False)`` and the operations that scale and shift its
+    output. Source: Peebles and Xie, `Scalable Diffusion Models with Transformers <https://arxiv.org/abs/2212.09748>`_,
+    2022.
 
     Args:
         normalized_shape: Sizes of the last dimensions, over which to normalize; an int is the size of one dimension.

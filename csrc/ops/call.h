@@ -65,7 +65,7 @@ class Call {
 
   bool is_empty() const { return input_.numel() == 0; }
 
-  // Whether the kernels can take the call. Then no tensor needs another copy than those of the read functions.
+  // Whether the kernels can take the call. Then only the read functions below copy tensors.
   bool has_kernel() const { return is_plain_ || has_kernel_ || is_empty(); }
 
   // A new tensor with the layout of the output.
@@ -179,7 +179,7 @@ class Call {
   // or, with num_groups, [*batch, num_groups, elements of a group]; the last two are one dimension of a tensor.
   Extent extent(const Layout& t, int64_t d) const {
     const bool is_group = num_groups_ > 1 && d == batch_dims_ - 1, is_in_group = num_groups_ > 1 && d == batch_dims_;
-    const int64_t source = source_of(t, d - is_in_group);
+    const int64_t source = source_of(t, is_in_group ? d - 1 : d);
     if (source < 0) return {1, 0};
     const int64_t size = t.sizes[source], stride = t.strides[source];
     if (is_group) return {num_groups_, stride * (size / num_groups_)};

@@ -158,7 +158,7 @@ struct Rows {
     }
     return in_order(options.images ? rows.movedim(-1, 1) : rows, order, [](const Tensor& t) { return t.contiguous(); });
   }
-  // Sums gradients for each row to the gradient of a parameter.
+  // Sums `gradient`, which has values for each row, over the rows that share the parameter.
   Tensor parameter_gradient(const Tensor& gradient, const GradientType& type, SymIntArrayRef normalized_shape) const {
     c10::SymDimVector sizes(normalized_shape.begin(), normalized_shape.end());
     if (present(type.like)) {

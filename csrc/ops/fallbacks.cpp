@@ -129,7 +129,7 @@ BackwardOutputs backward_in_acc(BackwardFunction backward, const BackwardArgs& a
   in_acc.input = input;
   in_acc.grad_output = grad_output;
   in_acc.gate = gate;
-  const ParameterTypes types(args.input, args);  // from the original input, whose dtype they take without parameters
+  const ParameterTypes types(args.input, args);  // an absent parameter's gradient has the input's original dtype
   BackwardOutputs grads = backward(in_acc);
   const auto cast = [](Tensor& gradient, at::ScalarType to) {
     if (gradient.defined()) gradient = gradient.to(to);

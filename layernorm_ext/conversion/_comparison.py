@@ -114,7 +114,7 @@ class Comparison:
         x, dy = _random(size, 2) + 1, _random(size, 3)
         x[0] *= self.small_scale  # eps matters for these rows
         if math.prod(self.shape) != 1:
-            x[-1].view(-1)[0] = 0  # some layers leave zeros, as of a mask, out of the mean
+            x[-1].view(-1)[0] = 0  # some layers take zeros for masked elements, and leave them out of the mean
         return x, dy
 
     def _results(
@@ -198,8 +198,8 @@ class Comparison:
 
     def _compare_dtypes(self) -> str | None:
         """Compare outputs for all combinations of dtypes; set the output dtypes of the replacement."""
-        # Adjacent elements differ by about 4. If those of a narrow row were nearly equal, a 16-bit layer's deviation
-        # would be rounding noise, and a right layer would be refused.
+        # Adjacent elements differ by about 4. If the elements of a narrow row were nearly equal, their deviations in 16
+        # bits would be rounding noise, and equal layers would seem to differ.
         dims = range(len(self.accepted_size))
         parity = sum(torch.ones(self.accepted_size, device="cpu").cumsum(dim) for dim in dims) % 2
         x = _random(self.accepted_size, 2) + 4 * parity - 1

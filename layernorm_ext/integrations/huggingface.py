@@ -132,7 +132,7 @@ class _RMSNormGated(torch.nn.Module):
     activation: Any
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        if gate is None:  # some classes have this default, and fail in their own forward
+        if gate is None:  # a default of some classes, with which their own forward fails
             raise TypeError(f"Expected gate to be a Tensor for {type(self).__name__}, but got gate=None")
         return _rms_norm(self, hidden_states, gate, activation=self.activation)
 
