@@ -12,7 +12,7 @@ namespace layernorm {
 template <class T_, class X_, class W_>
 struct Types {
   using T = T_;  // input, output and grad_output
-  using X = X_;  // x: the input, or its sum with the residual; and its gradients
+  using X = X_;  // the input or, with a residual, the sum; and their gradients
   using W = W_;  // weight, bias and their gradients
 };
 
@@ -29,10 +29,10 @@ void dispatch_dtypes(const Params& p, F&& f) {
     return p.sum_dtype == sum_dtype && p.param_dtype == param_dtype;
   };
   const auto with_16_bit = [&](auto element) {
-    using Half = decltype(element);
-    if (has_dtypes(p.dtype, p.dtype)) return f(Types<Half, Half, Half>{});
-    if (has_dtypes(p.dtype, Dtype::kFloat32)) return f(Types<Half, Half, Float>{});
-    if (has_dtypes(Dtype::kFloat32, Dtype::kFloat32)) return f(Types<Half, Float, Float>{});
+    using T = decltype(element);
+    if (has_dtypes(p.dtype, p.dtype)) return f(Types<T, T, T>{});
+    if (has_dtypes(p.dtype, Dtype::kFloat32)) return f(Types<T, T, Float>{});
+    if (has_dtypes(Dtype::kFloat32, Dtype::kFloat32)) return f(Types<T, Float, Float>{});
     no_kernel_for(p);
   };
   if (p.dtype == Dtype::kFloat16) return with_16_bit(typename E::Float16{});
@@ -46,7 +46,7 @@ void dispatch_dtypes(const Params& p, F&& f) {
   }
 }
 
-// The same for images, which have no residual: X is T.
+// Like dispatch_dtypes(), but for images. They have no residual, so X is T, and f is not compiled for other types.
 template <class Elements, class F>
 void dispatch_dtypes_of_images(const Params& p, F&& f) {
   dispatch_dtypes<Elements>(p, [&](auto types) {

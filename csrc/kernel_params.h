@@ -8,8 +8,8 @@
 // input_scale * input + residual, rounded to the residual's dtype. With zero_centered_weight, weight + 1 replaces
 // weight.
 //
-// A gated norm has a gate z [rows, cols] and an activation f. The output is y = (xhat * weight + bias) * f(z) or, with
-// gate_first, the y above of x = input * f(z), rounded to Acc.
+// A gated norm has a gate z [rows, cols] and an activation f. The output is y = (xhat * weight + bias) * f(z). With
+// gate_first, it is y = xhat * weight + bias, and x is input * f(z), rounded to the type of sums (Acc, see Params).
 //
 // Sources: Ba, Kiros and Hinton, Layer Normalization, 2016, arXiv:1607.06450. Zhang and Sennrich, Root Mean Square
 // Layer Normalization, 2019, arXiv:1910.07467.
@@ -25,7 +25,7 @@ enum class Dtype { kFloat64, kFloat32, kFloat16, kBFloat16 };
 enum class Activation { kNone, kSilu, kSigmoid };
 
 // The smallest absolute value of a weight by which backward divides to recover xhat from the output (memory_efficient).
-// A smaller weight gives NaN, because a float16 output no longer has a correct digit of xhat.
+// A smaller weight gives NaN, because a float16 output would have no correct digit of xhat.
 constexpr double kSmallestDivisor = 0x1p-16;
 
 // A tensor viewed as [samples, rows, cols]: the rows of a sample share the parameters, that is, the weight, the bias
@@ -41,10 +41,11 @@ struct View {
   }
 };
 
-// Allocates a workspace for the kernels of one call. Its owner keeps the memory until their work has ended.
+// Allocates a workspace for the kernels of one call. Its owner keeps the memory until the kernels have finished.
 class Allocator {
  public:
-  // Returns uninitialized memory, aligned like any tensor. A call of cpu:: or cuda:: below allocates at most once.
+  // Returns uninitialized memory with the alignment of a new tensor. Each function of cpu:: and cuda:: below calls this
+  // at most once.
   virtual void* allocate(int64_t bytes) = 0;
 
  protected:
@@ -61,7 +62,7 @@ class Allocator {
 // A gated norm has a weight and a bias of Acc, no residual and no memory_efficient. Forward has an input_scale only
 // with a residual. With channels_first, there is no gate, no residual and no grad_sum.
 struct Params {
-  int64_t samples, rows, cols;  // each >= 1; `rows` are those of one sample
+  int64_t samples, rows, cols;  // each >= 1; `rows` is the number of rows of one sample
   View weight, bias;            // of param_dtype; if absent, ones and zeros
   View input_scale;             // of param_dtype; may be absent
   View gate;                    // of dtype, [samples, rows, cols]; absent if activation is kNone
@@ -71,8 +72,8 @@ struct Params {
   bool zero_centered_weight;  // false without a weight
   Activation activation;      // of the gate
   bool gate_first;            // false if activation is kNone
-  Dtype dtype;                // of output and grad_output, and of the input without a residual
-  Dtype sum_dtype;            // of x: with a residual, the dtype of residual and sum; else dtype
+  Dtype dtype;                // of output, grad_output and the input of forward
+  Dtype sum_dtype;            // of residual and sum; without a residual, the same as dtype
   Dtype param_dtype;          // of weight, bias, input_scale and their gradients
   Allocator* allocator;       // of the workspace
   void* stream;               // a cudaStream_t; unused on a CPU
@@ -88,9 +89,9 @@ struct ForwardParams : Params {
 
 struct BackwardParams : Params {
   View grad_output;  // of dtype
-  View input;        // of sum_dtype: the input of forward; its sum with a residual; its output if memory_efficient
+  View input;        // of sum_dtype: the input or, with a residual, the sum of forward; its output if memory_efficient
   View grad_sum;     // of sum_dtype: the upstream gradient of the sum, added to grad_input; may be absent
-  View grad_input;   // of sum_dtype: the gradient of `input`; absent, like the next ones, if it is not needed
+  View grad_input;   // of sum_dtype: the gradient of the input or sum; like the gradients below, absent if not needed
   View grad_weight, grad_bias;  // of param_dtype
   View grad_gate;               // of dtype
   View scaled_input;            // of dtype: the input that input_scale multiplied; only with grad_input_scale

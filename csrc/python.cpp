@@ -37,8 +37,8 @@ bool read_sizes(PyObject* object, c10::SymDimVector& sizes) {
   return true;
 }
 
-// The arguments of norm(), in the order of the function of this name in layernorm_ext/_calls.py. Those from the
-// residual on have defaults.
+// The arguments of norm(), in the order of the function of this name in layernorm_ext/_calls.py. kResidual and the
+// arguments after it have defaults.
 enum Argument {
   kName,
   kInput,
@@ -60,8 +60,8 @@ constexpr const char* kNames[] = {
 constexpr Py_ssize_t kArguments = std::size(kNames);
 PyObject* names[kArguments];  // as interned Python strings
 
-// Read the value of an option; a null pointer means the default. They return whether the value is a bool, or an integer
-// of at most 64 bits.
+// These functions read the value of an option, for which a null pointer means the default. They return whether the
+// value has the right type: a bool, or an integer of at most 64 bits.
 bool read_option(PyObject* object, bool& option) {
   if (!object) return true;
   option = object == Py_True;
@@ -106,7 +106,7 @@ PyObject* norm(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* key
     PyObject* const* value = values + kFirstOption;
     return std::apply([&](auto&... option) { return (read_option(*value++, option) && ...); }, options.fields());
   };
-  // Only functions that add a residual pass one, which is not optional.
+  // None is an error here, because only functions that require a residual pass this argument.
   const auto is_tensor_or_absent = [&](Argument a) { return !values[a] || is_tensor(values[a]); };
   const bool is_usual = read_arguments(args, count, keywords, values) && has_required() && is_tensor(values[kInput]) &&
                         read_sizes(values[kNormalizedShape], normalized_shape) && PyFloat_CheckExact(values[kEps]) &&

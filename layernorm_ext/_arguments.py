@@ -17,7 +17,7 @@ _PUBLIC_NAMES = {"weight": "scale", "bias": "shift", "input_scale": "gate"}
 
 
 def describe_name(argument: str, zero_centered_weight: bool) -> str:
-    """Return an operator's argument with its public name, if that may differ, as csrc/ops/checks.cpp does."""
+    """Return the name of an operator's argument, followed by its public name if that may differ; see checks.cpp."""
     may_differ = argument in _PUBLIC_NAMES and (argument == "input_scale" or zero_centered_weight)
     return f"{argument} ({_PUBLIC_NAMES[argument]})" if may_differ else argument
 

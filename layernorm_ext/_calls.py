@@ -90,7 +90,7 @@ def norm(
         normalized_shape = () if input.is_nested else input.shape[1:2]
     normalized_shape = tracing.constant_sizes(normalized_shape)
     records_aten = tracing.records_aten()
-    # A jagged tensor is a Python subclass, which refuses operators in inference mode without naming the argument.
+    # check() names a nested argument in its error. In inference mode, an operator would not name a jagged one.
     if records_aten or has_nested(input, *tensors.values()):
         tracing.check(input, normalized_shape, **tensors, **options)
     options["inplace"] = inplace

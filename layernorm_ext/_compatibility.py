@@ -39,7 +39,7 @@ def require(package: str, minimum: str, module: str | None = None) -> ModuleType
     except ModuleNotFoundError as error:
         raise ImportError(f"{needed}, but there is {str(error).lower()}") from error
     installed = found.__version__
-    is_checkout = installed.startswith("0.0.0")  # which is not installed, and does not know its version
+    is_checkout = installed.startswith("0.0.0")  # a package that is not installed does not know its version
     if TorchVersion(installed) < minimum and not is_checkout:
         raise ImportError(f"{needed}, but {package} {installed} is installed")
     return found

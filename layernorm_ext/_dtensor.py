@@ -19,7 +19,7 @@ from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 
 Placements = list[Placement | None]  # None for arguments that are not tensors
-Rule = tuple[Placements, Placements]  # outputs and arguments that go together in one dimension of a mesh
+Rule = tuple[Placements, Placements]  # of outputs and arguments that fit together in one dimension of a mesh
 RuleFunction = Callable[..., list[Rule]]
 
 _ops = torch.ops.layernorm
@@ -57,7 +57,7 @@ def _if_given(tensor: DTensorSpec | None, placement: Placement) -> Placement | N
 
 
 def _parameter(parameter: DTensorSpec | None, normalized_dims: int, images: bool, batch: Placement) -> Placement | None:
-    """Return ``batch``, the inputs' placement, if a parameter has values for each index of the sharded dimension."""
+    """Return ``batch``, the input's placement, if the parameter has the sharded dimension; otherwise, replicate it."""
     if parameter is None:
         return None
     dim, batch_dims = getattr(batch, "dim", 0), parameter.ndim - normalized_dims
@@ -130,8 +130,8 @@ def _backward(
         gradients = [batch, gradient(w or b), gradient(b or w), _if_given(gate, batch)]
         # With an input_scale, the gradient of the residual is not that of the input.
         gradients += [_if_given(input_scale, batch), None if scale is None else gradient(scale)]
-        wanted = [gradient if wanted else None for gradient, wanted in zip(gradients, output_mask, strict=True)]
+        outputs = [placement if wanted else None for placement, wanted in zip(gradients, output_mask, strict=True)]
         tensors = [batch, batch, None, _if_given(mean, batch), batch, w, b, None]
         others = [_if_given(grad_sum, batch), _if_given(gate, batch), scale, _if_given(scaled_input, batch)]
-        rules.append((wanted, [*tensors, *others]))
+        rules.append((outputs, [*tensors, *others]))
     return rules

@@ -1,7 +1,7 @@
 """The functions for nested tensors, which this package's operators do not take.
 
-Other tensors are normalized instead: all values of a jagged tensor, or each component. In a compiled graph, operators
-of aten normalize over a ragged dimension.
+The operators get ordinary tensors instead: all values of a jagged tensor in one call, or each component in its own.
+In a compiled graph, aten's operators normalize over a ragged dimension.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def norm_nested(
 
 
 def _check_shapes(input: Any, normalized_shape: Sequence[int], parameters: Mapping[str, Tensor | None]) -> None:
-    """Require parameters of as many dimensions as are normalized, and the last sizes of a jagged tensor."""
+    """Require that parameters have as many dimensions as are normalized, and a jagged input the normalized sizes."""
     dims = len(normalized_shape)
     for name, parameter in parameters.items():
         if parameter is not None and parameter.dim() != dims:
@@ -75,7 +75,7 @@ def _check_shapes(input: Any, normalized_shape: Sequence[int], parameters: Mappi
 
 
 def _check_components(name: str, tensor: Any, input: Any) -> None:
-    """Require a tensor, if it is given, to have components of the sizes of the input's."""
+    """Require that the components of a residual or gate, if it is given, have the sizes of the input's components."""
     if tensor is not None and not (
         tensor.is_nested and tensor.layout == input.layout and _sizes(tensor) == _sizes(input)
     ):
@@ -83,7 +83,7 @@ def _check_components(name: str, tensor: Any, input: Any) -> None:
             f"Expected {name} to be nested as input is, with components of the same sizes, but got {name} of "
             f"size{_sizes(tensor)} and input of size{_sizes(input)}"
         )
-    # Shapes of jagged tensors with holes are equal if the lengths are, wherever the components begin.
+    # The shape of a jagged tensor with holes does not show where its components begin, so compare the offsets.
     has_holes = tensor is not None and tensor.layout == torch.jagged and tensor.lengths() is not None
     if has_holes and not torch.equal(tensor.offsets(), input.offsets()):
         raise RuntimeError(
@@ -148,7 +148,7 @@ def _norm_components(
     components = {name: tensor.unbind() for name, tensor in nested.items()}
     results = []
     for i, x in enumerate(input.unbind()):
-        shape = x.shape[-dims:] if jagged else normalized_shape  # a size that is ragged differs in each component
+        shape = x.shape[-dims:] if jagged else normalized_shape  # each component has its own ragged size
         results.append(norm(x, shape, **{name: tensors[i] for name, tensors in components.items()}))
     return ([result[i] for result in results] for i in range(2)) if "residual" in nested else results
 
@@ -189,5 +189,5 @@ def _as_nested(result: Any, like: Any) -> Tensor:
     ragged_dim, values = like._ragged_idx - 1, result
     if isinstance(result, list):
         values = torch.cat(result or [like.values().narrow(ragged_dim, 0, 0)], ragged_dim)
-    seqlens = like._maybe_min_seqlen, like._maybe_max_seqlen  # known ones spare attention a wait for the GPU
+    seqlens = like._maybe_min_seqlen, like._maybe_max_seqlen  # if known, attention need not wait for the GPU
     return torch.nested.nested_tensor_from_jagged(values, like.offsets(), like.lengths(), like._ragged_idx, *seqlens)

@@ -173,9 +173,9 @@ def add_layer_norm(
             If ``weight`` or ``bias`` have batch sizes other than 1 as well, these must be equal. Ones if ``None``.
         zero_centered_weight: Whether to multiply by ``weight + 1``.
         inplace: Whether to overwrite ``residual`` with the sum and return it, instead of a new tensor. No other
-            argument may share memory with it. A jagged residual is overwritten with its holes. Backward reads the sum.
-            If the next call overwrites it in turn, backward raises an error, as after :meth:`torch.Tensor.add_`, so
-            that a chain of such calls cannot be trained.
+            argument may share memory with it. The holes of a jagged residual are overwritten, too. Backward reads the
+            sum. If the next call overwrites it in turn, backward raises an error, as after :meth:`torch.Tensor.add_`,
+            so that a chain of such calls cannot be trained.
 
     Returns:
         Output and sum, each of the shape of ``input``. The output has the dtype of ``input``, the sum that of
@@ -246,9 +246,9 @@ def ada_layer_norm(
     This is the adaptive layer norm (adaLN) of diffusion transformers, in one pass over memory. ``1 + scale`` is not
     rounded to 16 bits, and the output is rounded once. Backward needs the input, ``scale`` and two numbers per row.
     Precision, determinism and derivatives are those of :func:`layer_norm`. The gradients of ``scale`` and ``shift``
-    have their shapes and dtypes; those of one sample do not depend on the other samples (on a GPU, if
-    there are others). Source: Peebles and Xie, `Scalable Diffusion Models with Transformers
-    <https://arxiv.org/abs/2212.09748>`_, 2022.
+    have their shapes and dtypes; those of one sample do not depend on the other samples. On a GPU, a single sample may
+    have other last bits than the same sample in a batch. Source: Peebles and Xie, `Scalable Diffusion Models with
+    Transformers <https://arxiv.org/abs/2212.09748>`_, 2022.
 
     Args:
         input: As in :func:`layer_norm`.
@@ -315,7 +315,7 @@ def add_ada_layer_norm(
         s = \mathrm{gate} * x + r \qquad y = \frac{s - \mathrm{E}[s]}{\sqrt{\mathrm{Var}[s] + \epsilon}} *
         (1 + \mathrm{scale}) + \mathrm{shift}
 
-    This is what a diffusion transformer computes between its attention and its perceptron, and between two blocks.
+    A diffusion transformer computes this between its attention and its MLP, and between two blocks.
     Residual, ``gate``, sum, ``inplace`` and errors are those of :func:`add_layer_norm`; scale, shift and output are
     those of :func:`ada_layer_norm`. Source: Peebles and Xie, `Scalable Diffusion Models with Transformers
     <https://arxiv.org/abs/2212.09748>`_, 2022.
@@ -410,8 +410,8 @@ def gated_layer_norm(
         eps: Added to the variance.
         activation: The function ``f``: ``"silu"`` or ``"sigmoid"``.
         gate_first: Whether the gate multiplies the input instead of the output.
-        num_groups: The number of groups of equal size into which the last dimension is divided. Each is normalized
-            apart; the weight has all elements.
+        num_groups: The number of groups of equal size into which the last dimension is divided. Each group is
+            normalized separately; weight and bias have the size of the whole dimension.
         zero_centered_weight: Whether to multiply by ``weight + 1``.
 
     Returns:

@@ -1,6 +1,7 @@
 """The normalizations of one input, as modules.
 
-Files with modules evaluate annotations: torch.fx copies them to its graphs, which pickle cannot save with strings.
+This file has no ``from __future__ import annotations``: torch.fx copies annotations to its graphs, and pickle cannot
+save graphs whose annotations are strings.
 """
 
 from collections.abc import Sequence
@@ -183,7 +184,7 @@ class RMSNorm(_Options, torch.nn.RMSNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize ``x``, of dtype float64, float32, float16 or bfloat16. The name is torch's."""
+        """Normalize ``x``, named as in torch, of dtype float64, float32, float16 or bfloat16."""
         if is_scripting():
             weight = _weight_for_torch(self.weight, self.zero_centered_weight)
             return torch.nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)

@@ -1,6 +1,6 @@
 """The normalizations with a residual, with a scale and shift that are inputs, or with a gate, as modules.
 
-Annotations are evaluated, as in modules.py.
+This file has no ``from __future__ import annotations`` either, see modules.py.
 """
 
 from collections.abc import Sequence
@@ -45,12 +45,12 @@ class TakesSeveralInputs(torch.nn.Module):
 
 
 def is_of_parallel_style(hook: Any) -> bool:
-    """Return whether torch.distributed defines a hook, as those of its parallel styles."""
+    """Return whether a hook is defined in torch.distributed, as the hooks of its parallel styles are."""
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
 
 
 def _checked_inputs(hook: Any, module: torch.nn.Module, inputs: tuple[Any, ...]) -> Any:
-    """Call a hook and return the inputs that it gives; raise an error if it gives one of several."""
+    """Call a hook and return its result; raise an error if this is only one of several inputs."""
     results = hook(module, inputs)
     if len(inputs) > 1 and results is not None and not isinstance(results, tuple):
         raise RuntimeError(
@@ -62,7 +62,7 @@ def _checked_inputs(hook: Any, module: torch.nn.Module, inputs: tuple[Any, ...])
 
 @torch.fx.wrap  # torch.fx records the call, because its proxies have no dtype to compare
 def to_fp32(input: Tensor) -> Tensor:
-    """Convert 16-bit numbers to float32."""
+    """Convert to float32, except from float64."""
     return input if input.dtype == torch.float64 else input.float()
 
 
@@ -124,8 +124,8 @@ class AddLayerNorm(TakesSeveralInputs, LayerNorm):
     ) -> tuple[Tensor, Tensor]:
         """Return the normalized sum, and the sum; without a residual, as in a first block, the sum is ``input``.
 
-        It is ``input.float()`` with ``residual_in_fp32``, unless ``input`` is float64. A gate without a residual gates
-        the input beside a residual of zeros, whose dtype is that of the sum.
+        With ``residual_in_fp32``, the sum is then ``input.float()``, unless ``input`` is float64. With a gate,
+        a missing residual counts as zeros, whose dtype is that of the sum.
         """
         shape, weight, bias, eps = self.normalized_shape, self.weight, self.bias, self.eps
         zero_centered = self.zero_centered_weight
@@ -199,8 +199,9 @@ class AdaLayerNorm(TakesSeveralInputs):
         y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * (1 + \mathrm{scale}) + \mathrm{shift}
 
     :func:`layernorm_ext.ada_layer_norm` describes shapes, precision and errors. The module has no parameters and
-    replaces ``LayerNorm(normalized_shape, eps, elementwise_affine=False)`` and the operations behind it. Source:
-    Peebles and Xie, `Scalable Diffusion Models with Transformers <https://arxiv.org/abs/2212.09748>`_, 2022.
+    replaces ``LayerNorm(normalized_shape, eps, elementwise_affine=False)`` and the operations that scale and shift its
+    output. Source: Peebles and Xie, `Scalable Diffusion Models with Transformers <https://arxiv.org/abs/2212.09748>`_,
+    2022.
 
     Args:
         normalized_shape: Sizes of the last dimensions, over which to normalize; an int is the size of one dimension.
@@ -347,8 +348,8 @@ class GatedLayerNorm(TakesSeveralInputs, LayerNorm):
     Args:
         activation: The function ``f``: ``"silu"`` or ``"sigmoid"``.
         gate_first: Whether the gate multiplies the input instead of the output.
-        num_groups: The number of groups of equal size into which the last dimension is divided. Each is normalized
-            apart; the weight has all elements.
+        num_groups: The number of groups of equal size into which the last dimension is divided. Each group is
+            normalized separately; weight and bias have the size of the whole dimension.
 
     Raises:
         TypeError: ``num_groups`` is no int.

@@ -17,7 +17,7 @@ from ._ops import _C
 __all__ = ["trace_as"]
 
 _operators: Literal["kernel", "aten"] | None = None
-_last: trace_as | None = None  # the object that has just set _operators, so that its with statement need not do so
+_last: trace_as | None = None  # the object whose constructor has just set _operators for its with statement, if any
 
 
 class trace_as:  # noqa: N801  # a context manager, named like torch.set_grad_enabled
@@ -148,7 +148,7 @@ def norm_by_aten(
     def as_rows(tensor: Tensor | None) -> Any:
         return tensor if tensor is None else _as_rows(tensor, input.dim(), dims, images, num_groups)
 
-    x, weight, bias, gate, input_scale, added = map(as_rows, (input, weight, bias, gate, input_scale, residual))
+    x, weight, bias, gate, input_scale, addend = map(as_rows, (input, weight, bias, gate, input_scale, residual))
     if num_groups != 1:
         normalized_shape = [normalized_shape[0] // num_groups]
     output_factor = None
@@ -162,8 +162,8 @@ def norm_by_aten(
         x = cast(x, wide) * cast(input_scale, wide)
     total = None
     if residual is not None:
-        # The sum is rounded once, as torch's addition of 16-bit tensors, which onnxruntime lacks for bfloat16.
-        x = cast(cast(x, wide) + cast(added, wide), residual.dtype).contiguous()
+        # As in torch's addition of 16-bit tensors, the sum is rounded once. onnxruntime cannot add bfloat16 tensors.
+        x = cast(cast(x, wide) + cast(addend, wide), residual.dtype).contiguous()
         total = residual.copy_(x) if inplace else x
     if weight is not None and zero_centered_weight:
         weight = cast(weight, wide) + 1
@@ -182,7 +182,7 @@ def _norm_rows(
 
     The result is in the accumulation dtype, unless all arguments have 16 bits and one function of torch computes it.
     """
-    # torch's functions take neither parameters with batch dimensions nor a bias of RMSNorm: apply these afterwards.
+    # torch's functions take neither parameters with batch dimensions nor a bias of RMSNorm. These are applied after it.
     dims, parameters = len(normalized_shape), [parameter for parameter in (weight, bias) if parameter is not None]
     affine_follows = (rms and bias is not None) or any(parameter.dim() > dims for parameter in parameters)
     # torch's kernels for some devices require equal dtypes. After these conversions the output is still rounded once.
@@ -205,15 +205,15 @@ def _norm_rows(
 
 
 def _from_rows(output: Tensor, input: Tensor, rms: bool, images: bool, num_groups: int) -> Tensor:
-    """Return rows, as _as_rows() makes them, with the shape of the input and the strides of an eager call."""
-    channels_last = [0, *range(2, input.dim()), 1]
+    """Undo _as_rows() for the output: return it with the shape of the input and the strides of an eager call."""
+    channels_last = [0, *range(2, input.dim()), 1]  # the dimensions of images by descending stride
     if num_groups != 1:
         output = output.reshape_as(input)  # torch's older ONNX exporter makes the batch size in flatten() constant
         keeps_format = rms and input.dim() in (4, 5) and _memory_order(input) == channels_last
         output = _in_order(output, channels_last if keeps_format else sorted(channels_last))
     if images:
         output, order = output.movedim(input.dim() - 1, 1), _memory_order(input)
-        if order != channels_last:  # which is the order of contiguous rows
+        if order != channels_last:  # the output has this order already
             output = _in_order(output, order)
     return output
 

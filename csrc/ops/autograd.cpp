@@ -50,21 +50,21 @@ bool needs_node(const Args& args) {
 
 // The derivative of forward. A 16-bit input beside a float32 residual gets a float32 gradient, which autograd converts.
 struct LayerNormBackward : RecordableNode<LayerNormBackward> {
-  // `grads` has the upstream gradients of the node's outputs: of the sum, if has_residual, and of the output.
+  // `grads` has the upstream gradients of the node's outputs: first of the sum, if sum_is_output, then of the output.
   variable_list derivative(const variable_list& grads, NeedsInputGrad needs_input_grad) {
     const auto [needs_input, needs_weight, needs_bias, needs_residual, needs_gate, needs_input_scale] =
         needs_input_grad;
     const Tensor& grad_output = grads.back();
-    const auto grad_sum = as_optional(has_residual ? grads[0] : Tensor());
+    const auto grad_sum = as_optional(sum_is_output ? grads[0] : Tensor());
     const auto input_scale = unpack(saved_input_scale), scaled_input = unpack(saved_scaled_input);
     BackwardOutputs outputs;
     if (grad_output.defined()) {
       Tensor input = saved_input.unpack(*this);
-      if (!input.defined()) input = grad_output;  // for dbias, only the shape, dtype and device of the input matter
+      if (!input.defined()) input = grad_output;  // dbias needs only the shape, dtype and device of the input
       const auto weight = unpack(saved_weight), bias = unpack(saved_bias), gate = unpack(saved_gate);
       const auto mean = unpack(saved_mean);
       const Tensor rstd = saved_rstd.unpack(*this);
-      // The operator's grad_input is the gradient of the sum.
+      // With a residual, grad_input is the gradient of the sum, which is also the gradient of the residual.
       const bool needs_grad_input = needs_residual || (needs_input && !input_scale);
       const OutputMask mask = {needs_grad_input,           needs_weight,     needs_bias, needs_gate,
                                needs_input && input_scale, needs_input_scale};
@@ -87,18 +87,18 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
     return std::tie(saved_input, saved_weight, saved_bias, saved_mean, saved_rstd, saved_gate, saved_input_scale,
                     saved_scaled_input);
   }
-  auto values() { return std::tuple_cat(std::tie(normalized_shape, has_residual), options.fields()); }
+  auto values() { return std::tuple_cat(std::tie(normalized_shape, sum_is_output), options.fields()); }
 
   std::string name() const override { return "LayerNormBackward"; }
 
-  // With a residual, the input is the sum; if memory_efficient, the output; if only dbias is needed, undefined.
+  // The input or, with a residual, the sum; if memory_efficient, the output; undefined if only dbias is needed.
   SavedTensor saved_input;
   SavedTensor saved_weight, saved_mean, saved_rstd;  // if they exist; the mean if needs_mean()
   SavedTensor saved_bias, saved_input_scale;  // for their values or their types, see sums_rows in forward_autograd()
-  SavedTensor saved_gate;                     // also where only its existence determines the order of a sum
+  SavedTensor saved_gate;                     // even if only its presence matters, for the order of summation
   SavedTensor saved_scaled_input;             // the input, for the gradient of input_scale
   std::vector<c10::SymInt> normalized_shape;
-  bool has_residual = false;  // whether the sum is an output of the node
+  bool sum_is_output = false;  // whether the sum with a residual is an output of the node
   Options options;
 
  private:
@@ -123,7 +123,7 @@ struct LayerNormBackward : RecordableNode<LayerNormBackward> {
   }
 };
 
-// Whether a bias has another shape or dtype than the weight. A size that is known only at run time may differ.
+// Whether a bias has another shape or dtype than the weight. Sizes that are known only at run time count as different.
 bool has_other_type(const Tensor& bias, const OptionalTensorRef& weight) {
   if (!weight || weight->scalar_type() != bias.scalar_type() || weight->dim() != bias.dim()) return true;
   for (int64_t d = 0; d < bias.dim(); ++d) {
@@ -132,15 +132,15 @@ bool has_other_type(const Tensor& bias, const OptionalTensorRef& weight) {
   return false;
 }
 
-// The derivative of a backward pass with memory_efficient: an error.
+// The node of a backward pass with memory_efficient, which has no derivative and throws an error.
 struct NoDerivative : torch::autograd::Node {
   variable_list apply(variable_list&&) override { TORCH_CHECK_NOT_IMPLEMENTED(false, kNoDerivative); }
 };
 
 // ---- the keys Autograd and ADInplaceOrView --------------------------------------------------------------------------
 
-// Calls the kernels, and increments the version of an overwritten residual. By the version, autograd notices in
-// backward that a saved tensor, which may share the residual's memory, has changed.
+// Calls the kernels, and increments the version of an overwritten residual. Autograd compares versions in backward, to
+// detect that a saved tensor, which may share the residual's memory, was overwritten.
 ForwardOutputs forward_below_autograd(const ForwardArgs& args) {
   ForwardOutputs outputs;
   {
@@ -169,35 +169,36 @@ ForwardOutputs forward_autograd(const ForwardArgs& args) {
   node->set_next_edges({edge(input), edge(weight), edge(bias), edge(residual), edge(gate), edge(input_scale)});
   node->normalized_shape.assign(normalized_shape.begin(), normalized_shape.end());
   node->options = options;
-  // If no gradient flows through the sum, it is no output of the node, and its backward is that of a norm of the sum.
-  node->has_residual = residual && any_requires_grad(input, residual, input_scale);
+  // If no gradient flows through the sum, the node has only one output, and its backward is that of a norm whose input
+  // is the sum.
+  node->sum_is_output = residual && any_requires_grad(input, residual, input_scale);
   // dbias is the sum over the rows of grad_output or, with a gate that multiplies the output, of grad_output * f(gate).
-  // It does not depend on the input, except for its dtype, where that is not the dtype of grad_output.
+  // It does not depend on the values of the input, so that grad_output can replace the input if it has the same dtype.
   const bool saves_input = any_requires_grad(input, residual, weight, gate, input_scale) ||
                            (residual && residual->scalar_type() != input->scalar_type());
   const bool needs_bias_values = options.memory_efficient ? saves_input : needs_bias(args) && requires_grad(gate);
   // The shapes of all parameters determine the order in which backward sums the rows. So if a gradient is such a sum,
-  // all parameters are saved, or represented by a weight of the same type: otherwise its bits would depend on which
-  // other gradients are needed.
+  // all parameters are saved, except a bias with the shape and dtype of the weight. Otherwise the bits of the sum would
+  // depend on which other gradients are needed.
   const bool sums_rows = any_requires_grad(weight, bias, input_scale);
-  // Arguments are saved before the call, so that backward refuses those that it has overwritten with the residual.
+  // Saved before the call, so that backward refuses arguments that share memory with an overwritten residual.
   if (weight) node->saved_weight = SavedTensor(*weight);
   if (bias && (needs_bias_values || (sums_rows && has_other_type(*bias, weight))))
     node->saved_bias = SavedTensor(*bias);
   if (input_scale && (sums_rows || requires_grad(input))) node->saved_input_scale = SavedTensor(*input_scale);
   if (gate) node->saved_gate = SavedTensor(*gate);
-  if (node->has_residual && requires_grad(input_scale)) node->saved_scaled_input = SavedTensor(input);
+  if (node->sum_is_output && requires_grad(input_scale)) node->saved_scaled_input = SavedTensor(input);
   ForwardOutputs outputs = forward_below_autograd(args);
   auto& [output, sum, mean, rstd] = outputs;
-  // The sum is the first output of the node, as the hooks of a residual that is overwritten require.
-  if (inplace && node->has_residual) {
+  // The sum must be the first output of the node, because the hooks of an overwritten residual expect it there.
+  if (inplace && node->sum_is_output) {
     torch::autograd::rebase_history(sum, node);
-  } else if (node->has_residual) {
+  } else if (node->sum_is_output) {
     torch::autograd::set_history(sum, node);
   }
   torch::autograd::set_history(output, node);
   const Tensor& x = options.memory_efficient ? output : sum.defined() ? sum : *input;
-  if (saves_input) node->saved_input = SavedTensor(x, /*is_output=*/options.memory_efficient || node->has_residual);
+  if (saves_input) node->saved_input = SavedTensor(x, /*is_output=*/options.memory_efficient || node->sum_is_output);
   if (needs_mean(options)) node->saved_mean = SavedTensor(mean);
   node->saved_rstd = SavedTensor(rstd);
   return outputs;
@@ -221,8 +222,8 @@ BackwardOutputs backward_autograd(const BackwardArgs& args) {
   return outputs;
 }
 
-// Backward within vmap. There, no tensor says whether it requires a gradient, so the mode decides whether autograd
-// might differentiate the result: it is enabled by create_graph=True.
+// Backward within vmap. There, no tensor says whether it requires a gradient, so the grad mode, which create_graph=True
+// enables, decides whether autograd might differentiate the result.
 BackwardOutputs backward_batched(const BackwardArgs& args) {
   if (!args.options.memory_efficient || at::GradMode::is_enabled()) return backward_composite(args);
   return backward_memory_efficient(args);

@@ -33,14 +33,15 @@ inline at::DimVector strides_like(const Tensor& images) {
 //  - The batch dimensions in which a parameter has the input's size are samples, and so is the dimension of num_groups.
 //    The others are rows.
 //  - If all rows share the parameters, the first batch dimensions are samples and the others rows, so that an input
-//    whose batch dimensions have two strides is read in place. With channels_first, only the images may be samples.
+//    whose batch dimensions need two strides, such as the queries in a fused projection, is read in place. With
+//    channels_first (images whose pixels are adjacent in memory), only the dimension of the images may be samples.
 //
 // The constructor allocates nothing. Results, and copies of tensors, have the layout of the output: contiguous or, for
 // images, the strides of at::empty_like().
 class Call {
  public:
-  // `x` has the dtype of the tensor that is normalized: the input, or the residual if there is one. With
-  // needs_alignment, tensors whose rows are not aligned, see is_aligned(), are copied.
+  // Only the dtype of `x` is used, which is that of the normalized tensor: `x` is the residual if there is one, else
+  // the input. With needs_alignment, tensors whose rows are not aligned, see is_aligned(), are copied.
   template <class Args>
   Call(const Tensor& x, const Args& args, bool needs_alignment)
       : types(x, args),
@@ -64,7 +65,7 @@ class Call {
 
   bool is_empty() const { return input_.numel() == 0; }
 
-  // Whether the kernels can take the call. Then no tensor needs another copy than those of the read functions.
+  // Whether the kernels can take the call. Then only the read functions below copy tensors.
   bool has_kernel() const { return is_plain_ || has_kernel_ || is_empty(); }
 
   // A new tensor with the layout of the output.
@@ -141,14 +142,15 @@ class Call {
     const auto& sizes = input_.sizes();
     const auto strides = options_.images ? strides_like(input_) : c10::contiguous_strides(sizes);
     const Layout output = {sizes, strides};
-    // The output's normalized dimensions have a joint stride of 1, unless they are the channels of images.
+    // The output's normalized dimensions have a joint stride of 1, unless they are the channels of images. Then the
+    // kernels require that the pixels of an image have a joint stride of 1.
     channels_first = joint_stride(output, batch_dims_, dims_, 1, every_dim_) != 1;
     bool has_kernel = !channels_first || joint_stride(output, 1, batch_dims_, 0, every_dim_) == 1;
     for_each_parameter(args, [&](const char*, const auto& p) { has_kernel &= !p || has_all_samples_or_none(*p); });
     const bool rows_share_parameters = std::find(is_sample_.begin(), is_sample_.end(), true) == is_sample_.end();
     if (rows_share_parameters && has_kernel) {
-      // Prefers samples with which the input and the gate are read in place, then with which the input is. The output
-      // must be written in place.
+      // Prefers a division into samples and rows with which both input and gate are read in place, then one with which
+      // only the input is. With any of them, the output must be written in place.
       const auto input_fits = [&] { return fits(output) && fits(layout(input_)); };
       const auto all_fit = [&] { return input_fits() && (!args.gate || fits(layout(*args.gate))); };
       if (!make_samples_until(all_fit) && !make_samples_until(input_fits)) {
@@ -174,10 +176,10 @@ class Call {
   static Layout layout(const Tensor& t) { return {t.sizes(), t.strides()}; }
 
   // The size and the stride of a tensor in dimension d of the call. The dimensions of a call are [*batch, *normalized]
-  // or, with num_groups, [*batch, num_groups, elements of a group], where a tensor has the last two as one.
+  // or, with num_groups, [*batch, num_groups, elements of a group]; the last two are one dimension of a tensor.
   Extent extent(const Layout& t, int64_t d) const {
     const bool is_group = num_groups_ > 1 && d == batch_dims_ - 1, is_in_group = num_groups_ > 1 && d == batch_dims_;
-    const int64_t source = source_of(t, d - is_in_group);
+    const int64_t source = source_of(t, is_in_group ? d - 1 : d);
     if (source < 0) return {1, 0};
     const int64_t size = t.sizes[source], stride = t.strides[source];
     if (is_group) return {num_groups_, stride * (size / num_groups_)};
@@ -264,11 +266,12 @@ class Call {
   bool is_aligned(const View& view, int64_t size) const {
     if (!needs_alignment_ || channels_first || cols == 0) return true;
     const int64_t row_bytes = cols * size, address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(view.data));
-    const int64_t starts = address | view.sample_stride * size | view.row_stride * size;
-    return starts % std::min<int64_t>(row_bytes & -row_bytes, 16) == 0;
+    // A power of two divides the addresses of all rows if it divides this number.
+    const int64_t joined = address | view.sample_stride * size | view.row_stride * size;
+    return joined % std::min<int64_t>(row_bytes & -row_bytes, 16) == 0;
   }
 
-  // Whether a parameter has no dimension of the samples.
+  // Whether all rows share a parameter, because it has neither batch dimensions nor groups.
   bool is_shared(const Tensor& parameter) const { return parameter.dim() == normalized_dims_ && num_groups_ == 1; }
 
   // Whether a parameter has values for each sample or the same ones for all. The kernels have one sample stride, so

@@ -36,7 +36,7 @@ using NamedParameters = c10::SmallVector<NamedParameter, 3>;
 // weight has another name, see public_name().
 bool is_torch_name(std::string_view name) { return name == "weight" || name == "bias"; }
 
-// Requires the shape of a parameter that shapes.h describes.
+// Requires a parameter to have one of the shapes that shapes.h describes.
 void check_parameter_shape(const NamedParameter& parameter, const Tensor& input, SymIntArrayRef normalized_shape,
                            const Options& options) {
   const auto& [name, tensor] = parameter;
@@ -53,9 +53,9 @@ void check_parameter_shape(const NamedParameter& parameter, const Tensor& input,
                 " and N = ", sizes[0], " or 1, but got ", name, " of shape ", shape, " and input of shape ", sizes);
     return;
   }
-  const size_t own_dims = shape.size() - std::min(normalized_shape.size(), shape.size());
-  bool fits = shape.size() <= sizes.size() && are_equal(shape.slice(own_dims), normalized_shape);
-  for (size_t d = 0; fits && d < own_dims; ++d) fits = broadcasts_to(shape[d], sizes[d]);
+  const size_t batch_dims = shape.size() - std::min(normalized_shape.size(), shape.size());
+  bool fits = shape.size() <= sizes.size() && are_equal(shape.slice(batch_dims), normalized_shape);
+  for (size_t d = 0; fits && d < batch_dims; ++d) fits = broadcasts_to(shape[d], sizes[d]);
   if (fits) return;
   TORCH_CHECK(!is_torch_name(name), "Expected ", name, " to be of same shape as normalized_shape, but got ", name,
               " of shape ", shape, " and normalized_shape = ", normalized_shape, "; or of shape [*batch, ",
@@ -102,7 +102,7 @@ void check_input_type(const Tensor& input) {
   if (is_supported(input.scalar_type())) return;
   const auto message =
       c10::str("Expected input of dtype Double, Float, Half or BFloat16, but got input of dtype ", input.scalar_type());
-  // A NotImplementedError would tell a fake tensor that the operator has no meta function.
+  // For a meta tensor, FakeTensorMode would understand a NotImplementedError as the lack of a meta function.
   TORCH_CHECK(!input.is_meta(), message);
   TORCH_CHECK_NOT_IMPLEMENTED(false, message);
 }
@@ -133,7 +133,8 @@ void check_like(const char* name, const Tensor& tensor, const Tensor& like, bool
 
 void check_residual(const OptionalTensorRef& residual, const Tensor& input) {
   if (!residual) return;
-  check_like("residual", *residual, input, is_16_bit(input.scalar_type()) && residual->scalar_type() == at::kFloat);
+  const bool is_wider = is_16_bit(input.scalar_type()) && residual->scalar_type() == at::kFloat;
+  check_like("residual", *residual, input, /*any_dtype=*/is_wider);
 }
 
 // Refuses combinations of tensors and options that no kernel has. `residual`, called residual_name, is the residual of
@@ -203,7 +204,7 @@ void check_layouts(const BackwardArgs& args) { check_all_layouts(args); }
 
 namespace {
 
-// Checks what forward and backward share.
+// Checks the arguments that forward and backward share.
 template <class Args>
 void check_norm(const Args& args) {
   const Tensor& input = args.input;
@@ -220,7 +221,7 @@ void check_norm(const Args& args) {
   for_each_parameter(args, [&](const char* name, const OptionalTensorRef& parameter) {
     if (parameter) parameters.push_back({public_name(name, options), *parameter});
   });
-  // torch's functions check a weight and a bias before the input. Those without batch dimensions get the same errors.
+  // Like torch's functions, checks a weight and a bias without batch dimensions before the input, with torch's errors.
   const auto precedes_input = [&](const NamedParameter& parameter) {
     return !options.images && is_torch_name(parameter.name) && parameter.tensor.dim() <= static_cast<int64_t>(count);
   };
@@ -274,8 +275,8 @@ void check_backward(const BackwardArgs& args) {
   check_norm(args);
   // If forward added a float32 residual, the input is the sum, and grad_output may have 16 bits.
   const bool may_have_residual = !args.gate && !args.options.images && !args.options.memory_efficient;
-  check_like("grad_output", args.grad_output, input,
-             may_have_residual && input.scalar_type() == at::kFloat && is_16_bit(args.grad_output->scalar_type()));
+  const bool is_narrower = input.scalar_type() == at::kFloat && is_16_bit(args.grad_output->scalar_type());
+  check_like("grad_output", args.grad_output, input, /*any_dtype=*/may_have_residual && is_narrower);
   check_combination(args, "grad_sum", args.grad_sum);
   const auto& scaled_input = args.scaled_input;
   TORCH_CHECK(!scaled_input || args.input_scale,
@@ -315,7 +316,7 @@ void check_allocated(const Tensor& tensor, std::string_view name) {
   }
   if (!has_memory(tensor) || tensor.is_meta() || keys.has(DispatchKey::Python) ||
       keys.has(DispatchKey::Functionalize) || keys.has(DispatchKey::ZeroTensor)) {
-    return;  // such tensors need no memory
+    return;  // such tensors need no storage
   }
   TORCH_CHECK(tensor.unsafeGetTensorImpl()->storage_initialized(),
               "The tensor has a non-zero number of elements, but its data is not allocated yet: ", name, " of shape ",
@@ -324,7 +325,7 @@ void check_allocated(const Tensor& tensor, std::string_view name) {
 
 namespace {
 
-// Whether check_allocated() must look at a tensor closely. This fast test is false for ordinary tensors.
+// Whether a tensor must be given to check_allocated(). This test is fast, and false for ordinary tensors.
 bool may_lack_data(const Tensor& t) { return !t.has_storage() || !t.unsafeGetTensorImpl()->storage_initialized(); }
 
 }  // namespace

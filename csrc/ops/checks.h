@@ -1,4 +1,4 @@
-// The checks of the arguments. Each names the argument and both values.
+// The checks of the operators' arguments.
 #pragma once
 
 #include <string_view>
@@ -7,9 +7,9 @@
 
 namespace layernorm {
 
-// The name of an argument in error messages. Functions have other names for some arguments of the operator, which does
-// not know its caller, so that the messages have both: the adaptive functions call a zero-centered weight and its bias
-// scale and shift, and functions that add a residual call the input_scale gate.
+// The name of an argument in error messages. The public functions have other names for some arguments. The operator
+// does not know which function has called it, so that the messages have both names: the adaptive functions call a
+// zero-centered weight and its bias scale and shift, and functions that add a residual call the input_scale gate.
 std::string_view public_name(std::string_view name, const Options& options);
 // Throw an error that names the argument if a tensor is sparse, nested, quantized or in MKL-DNN's layout.
 void check_layout(std::string_view name, const Tensor& tensor);

@@ -38,13 +38,12 @@ at::DimVector last_dims(int64_t count) {
 Tensor mean_of(const Tensor& t, int64_t dims) { return t.mean(last_dims(dims), /*keepdim=*/true); }
 
 // The differences x - mean, or x for RMSNorm, multiplied by a row_scale that keeps their squares from overflow and
-// underflow. It is a power of two, and a constant for autograd. As in the kernels, the mean is corrected for its
-// rounding, and a constant row has differences of zero.
+// underflow. The row_scale is a power of two, and a constant for autograd. As in the kernels, the mean is corrected for
+// its rounding, and a constant row has differences of zero.
 struct Differences {
-  // The row_scale is the product of two powers of two, first_factor and second_factor. The first one makes differences
-  // finite. The second one brings estimate_std(first_factor, largest) to the order of 1: it returns the order of
-  // magnitude of first_factor * (standard deviation), and `largest` is the largest absolute value of
-  // first_factor * (x - mean) in the row.
+  // The row_scale is the product of two powers of two. first_factor makes the differences finite. second_factor then
+  // brings the standard deviation to the order of 1. estimate_std(first_factor, largest) returns the order of magnitude
+  // of first_factor * (standard deviation), where `largest` is the largest |first_factor * (x - mean)| in the row.
   template <class F>
   Differences(const Tensor& x, int64_t normalized_dims, const Options& options, const F& estimate_std) {
     // The factors are powers of 2^step. Products of three numbers between 2^-step and 2^step are far from overflow.
@@ -54,7 +53,8 @@ struct Differences {
     const bool empty = TORCH_GUARD_OR_FALSE(x.sym_numel().sym_eq(0));  // amin() refuses empty rows
     const Tensor low = empty ? mean_of(constant, normalized_dims) : constant.amin(dims, /*keepdim=*/true);
     const Tensor high = empty ? low : constant.amax(dims, /*keepdim=*/true);
-    // Numbers whose sums or differences might overflow are multiplied by the first factor before the subtraction.
+    // Numbers whose sums or differences might overflow are multiplied by the first factor before the subtraction. A sum
+    // of up to 2^step numbers below 2^(2.2 * step) stays below 2^(3.2 * step), where overflow begins.
     const Tensor one = at::ones_like(low);
     const Tensor first_factor = at::where(at::maximum(high, -low) > std::exp2(2.2 * step), one * std::exp2(-step), one);
     values = x * first_factor;
@@ -92,7 +92,7 @@ Tensor activate(const Tensor& gate, const Options& options) {
   return options.sigmoid ? s : gate * s;
 }
 Tensor derivative_of_activation(const Tensor& gate, const Options& options) {
-  const Tensor s = at::sigmoid(gate), one_minus_s = at::sigmoid(-gate);  // without cancellation
+  const Tensor s = at::sigmoid(gate), one_minus_s = at::sigmoid(-gate);  // 1 - s would cancel
   return options.sigmoid ? s * one_minus_s : s * (gate * one_minus_s + 1);
 }
 
@@ -146,9 +146,9 @@ struct Rows {
   optional<Tensor> operator()(const OptionalTensorRef& t) const {
     return t ? optional<Tensor>((*this)(*t)) : std::nullopt;
   }
-  // Returns a tensor of the input's shape, of which `rows` is the view.
+  // Undoes the view of a tensor of the input's shape.
   Tensor undo(const Tensor& rows) const { return undo(rows, order); }
-  // Returns such a tensor or a statistic. Its dimensions have the given order in memory.
+  // Undoes the view of such a tensor or of a statistic; the dimensions get the given order in memory.
   Tensor undo(Tensor rows, at::IntArrayRef order) const {
     if (!rows.defined()) return rows;
     if (options.has_groups()) {
@@ -158,7 +158,7 @@ struct Rows {
     }
     return in_order(options.images ? rows.movedim(-1, 1) : rows, order, [](const Tensor& t) { return t.contiguous(); });
   }
-  // Sums gradients for each row to the gradient of a parameter.
+  // Sums `gradient`, which has values for each row, over the rows that share the parameter.
   Tensor parameter_gradient(const Tensor& gradient, const GradientType& type, SymIntArrayRef normalized_shape) const {
     c10::SymDimVector sizes(normalized_shape.begin(), normalized_shape.end());
     if (present(type.like)) {
@@ -168,7 +168,7 @@ struct Rows {
       sizes = {options.groups(), sizes[0] / options.groups()};
     }
     Tensor result = at::sum_to(gradient, sizes);
-    if (result.is_same(gradient)) result = result.clone();  // an operator returns none of its arguments
+    if (result.is_same(gradient)) result = result.clone();  // an operator must not return an argument
     if (options.images && result.dim() > 1) result = result.movedim(-1, 1);
     // Flatten first: a reshape to the same sizes would keep the strides of dimensions of size 1.
     return result.reshape(-1).view_symint(type.sizes(normalized_shape)).to(type.dtype);
@@ -200,6 +200,7 @@ struct Terms {
 
   Tensor mean(const Tensor& t) const { return mean_of(t, normalized_dims); }  // over a row
   Tensor times_weight(const Tensor& t) const { return weight.defined() ? t * weight : t; }
+  // The projection P(z), see autograd.cpp.
   Tensor project(const Tensor& z) const { return (options.rms ? z : z - mean(z)) - xhat * mean(z * xhat); }
 
   const Options& options;
@@ -227,9 +228,9 @@ ForwardOutputs forward_composite(const ForwardArgs& args) {
   }
   Tensor x = (sum.defined() ? sum : input).to(acc);
   if (activated.defined() && options.gate_first) x = x * activated;
-  // The square root of eps. If it were rounded to zero in acc, constant rows would become NaN.
-  const double eps = args.eps, least = eps == 0 || acc == at::kDouble ? 0 : std::numeric_limits<float>::denorm_min();
-  const double root = std::max(std::sqrt(std::fabs(eps)), least);
+  // The square root of |eps|. If it were rounded to zero in acc, constant rows would become NaN.
+  const double eps = args.eps, smallest = eps == 0 || acc == at::kDouble ? 0 : std::numeric_limits<float>::denorm_min();
+  const double root = std::max(std::sqrt(std::fabs(eps)), smallest);
   const Differences d(x, normalized_dims, options, [&](const Tensor& first_factor, const Tensor& largest) {
     return at::maximum(largest, first_factor * root);
   });
@@ -261,9 +262,10 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
   const Tensor input = rows(*args.input), grad_output = rows(*args.grad_output);
   Tensor x = input, dy = grad_output, gate, activated;
   if (args.gate) {
+    Tensor& factor = options.gate_first ? x : dy;
     gate = rows(*args.gate).to(acc);
     activated = activate(gate, options);
-    (options.gate_first ? x : dy) = (options.gate_first ? x : dy).to(acc) * activated;
+    factor = factor.to(acc) * activated;
   }
   const ParameterTypes types(args.input, args);
   BackwardOutputs grads;
@@ -318,7 +320,7 @@ BackwardOutputs backward_memory_efficient(const BackwardArgs& args) {
   // A norm of xhat whose rstd is 1 has the same gradients, except that dx lacks the factor rstd.
   xhat = rows.undo(xhat);
   const Tensor grad_output = args.grad_output->to(acc), ones = at::ones_like(args.rstd);
-  const optional<Tensor> unused_mean = *args.rstd;  // backward_composite() checks that there is one
+  const optional<Tensor> unused_mean = *args.rstd;  // check_backward() requires a mean, whose values are not read
   BackwardArgs from_xhat = args;
   from_xhat.grad_output = grad_output;
   from_xhat.input = xhat;

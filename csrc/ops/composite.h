@@ -5,10 +5,10 @@
 
 namespace layernorm {
 
-// For forward-mode AD and torch.func.
+// For higher derivatives, forward-mode AD, torch.func and vmap.
 ForwardOutputs forward_composite(const ForwardArgs& args);
 BackwardOutputs backward_composite(const BackwardArgs& args);
-// For memory_efficient. Autograd must not record it: the derivatives would be wrong, because they lack that of rstd.
+// For memory_efficient. Autograd must not record it: its derivatives would be wrong without the derivative of rstd.
 BackwardOutputs backward_memory_efficient(const BackwardArgs& args);
 
 // With memory_efficient, backward gets the output and rstd, and the derivative of rstd by the output is unknown.

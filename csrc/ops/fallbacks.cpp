@@ -18,20 +18,22 @@ Tensor channels_last(const Tensor& images) { return images.movedim(1, -1).contig
 
 namespace {
 
-// Copies a result to the strides of at::empty_like(input), unless it is undefined.
-void copy_to_layout(Tensor& result, const Tensor& input) {
+// Replaces a result, unless it is undefined, by a copy with the strides of at::empty_like(input).
+void copy_to_input_layout(Tensor& result, const Tensor& input) {
   if (result.defined()) result = at::empty_like(input, result.options()).copy_(result);
 }
 
-// Whether the input is images whose channels are not the last dimension in memory.
+// Whether the input consists of images whose channels are not the last dimension in memory.
 bool are_channels_first(const Tensor& input, const Options& options) {
   return options.images && !input.movedim(1, -1).is_contiguous();
 }
 
-// Replaces the parameters of a call by expanded views that this object owns, and converts them if a dtype is given. All
-// get the same batch sizes: in each dimension the largest of any parameter. This suffices if the kernels could not take
-// the call because the sizes differed. If all have these sizes already, the dimensions of the samples are not adjacent,
-// and the parameters get the batch sizes of the input. A parameter that all rows share stays as it is.
+// Replaces the parameters of a call by expanded views that this object owns, and converts them if a dtype is given. A
+// parameter that all rows share keeps its shape. The kernels cannot take the call for one of two reasons:
+//  - The parameters have different batch sizes. They are expanded to common ones, in each dimension the largest size of
+//    any parameter.
+//  - They have these common sizes already, but the dimensions of the samples cannot be merged. They are expanded to the
+//    batch sizes of the input, so that each row is a sample.
 class ExpandedParameters {
  public:
   template <class Args>
@@ -41,20 +43,21 @@ class ExpandedParameters {
     const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
     const auto is_shared = [&](const Tensor& t) { return t.dim() == normalized_dims && !options.has_groups(); };
     const auto all_dims = [&](const Tensor& t) { return with_all_dims(t, input.dim(), normalized_dims, options); };
-    at::DimVector sizes(input.dim(), 1);
+    at::DimVector common_sizes(input.dim(), 1);
     for_each_parameter(args, [&](const char*, const OptionalTensorRef& parameter) {
       if (!parameter || is_shared(*parameter)) return;
       const Tensor t = all_dims(*parameter);
-      for (int64_t d = 0; d < input.dim(); ++d) sizes[d] = std::max(sizes[d], t.size(d));
+      for (int64_t d = 0; d < input.dim(); ++d) common_sizes[d] = std::max(common_sizes[d], t.size(d));
     });
-    bool have_sizes = true;
-    for_each_parameter(args, [&](const char*, const OptionalTensorRef& parameter) {
-      have_sizes &= !parameter || is_shared(*parameter) || all_dims(*parameter).sizes() == at::IntArrayRef(sizes);
+    bool have_common_sizes = true;
+    for_each_parameter(args, [&](const char*, const OptionalTensorRef& p) {
+      have_common_sizes &= !p || is_shared(*p) || all_dims(*p).sizes() == at::IntArrayRef(common_sizes);
     });
+    const auto sizes = have_common_sizes ? input.sizes() : at::IntArrayRef(common_sizes);
     for_each_parameter(args, [&](const char*, OptionalTensorRef& parameter) {
       if (!parameter) return;
       Tensor t = *parameter;
-      if (!is_shared(t)) t = all_dims(t).expand(have_sizes ? input.sizes() : at::IntArrayRef(sizes));
+      if (!is_shared(t)) t = all_dims(t).expand(sizes);
       parameter.refer_to(expanded_.emplace_back(dtype ? t.to(*dtype) : t));
     });
   }
@@ -69,10 +72,10 @@ class ExpandedParameters {
 ForwardOutputs forward_by_copies(ForwardFunction forward, ForwardArgs args) {
   const Tensor& input = args.input;
   if (are_channels_first(input, args.options)) {
-    const Tensor rows = channels_last(input);
-    args.input = rows;
+    const Tensor copy = channels_last(input);
+    args.input = copy;
     ForwardOutputs outputs = forward(args);
-    copy_to_layout(outputs.output, input);
+    copy_to_input_layout(outputs.output, input);
     return outputs;
   }
   const ExpandedParameters expanded(args);
@@ -82,14 +85,14 @@ ForwardOutputs forward_by_copies(ForwardFunction forward, ForwardArgs args) {
 BackwardOutputs backward_by_copies(BackwardFunction backward, BackwardArgs args) {
   const Tensor& input = args.input;
   if (are_channels_first(input, args.options)) {
-    const Tensor rows = channels_last(input);
-    args.input = rows;
+    const Tensor copy = channels_last(input);
+    args.input = copy;
     BackwardOutputs grads = backward(args);
-    copy_to_layout(grads.grad_input, input);
+    copy_to_input_layout(grads.grad_input, input);
     return grads;
   }
-  // The kernel computes a gradient for each sample of the expanded parameters. It computes them in the accumulation
-  // type, so that they are not rounded before they are summed.
+  // The kernel computes a gradient of each expanded parameter for each sample, in the accumulation type. So these
+  // gradients are not rounded before they are summed to the shape of the parameter.
   const auto acc = accumulate_type(input);
   const ParameterTypes types(input, args);
   const auto normalized_dims = static_cast<int64_t>(args.normalized_shape.size());
@@ -126,20 +129,21 @@ BackwardOutputs backward_in_acc(BackwardFunction backward, const BackwardArgs& a
   in_acc.input = input;
   in_acc.grad_output = grad_output;
   in_acc.gate = gate;
-  const ParameterTypes types(args.input, args);  // of the original input, whose dtype the gradients may have
+  const ParameterTypes types(args.input, args);  // an absent parameter's gradient has the input's original dtype
   BackwardOutputs grads = backward(in_acc);
   const auto cast = [](Tensor& gradient, at::ScalarType to) {
     if (gradient.defined()) gradient = gradient.to(to);
   };
   cast(grads.grad_input, type);
-  for_each_parameter_gradient(grads, types, [&](Tensor& t, const GradientType& type) { cast(t, type.dtype); });
+  for_each_parameter_gradient(grads, types, [&](Tensor& t, const GradientType& own) { cast(t, own.dtype); });
   cast(grads.grad_gate, args.gate->scalar_type());
   return grads;
 }
 
 namespace {
 
-// Calls aten's operations on copies whose rows are contiguous, so that strides change no bit.
+// Calls `function`, a composition of aten's operations, with tensors whose rows are contiguous, so that the bits of the
+// results do not depend on strides.
 template <class Function, class Args>
 auto call_with_contiguous_rows(const Function& function, const Args& args) {
   return call_with(function, args, [&](const Tensor& t) {
@@ -147,14 +151,14 @@ auto call_with_contiguous_rows(const Function& function, const Args& args) {
   });
 }
 
-// Gives results the layout that the operators promise: contiguous, except that of images `first`, which has the shape
-// of the input, has the strides of at::empty_like(input). Images have no other result of the input's shape.
+// Gives the results the layout that the operators promise. `first`, which has the shape of the input, gets the strides
+// of at::empty_like(input) if the input is images. All other results become contiguous.
 template <class... Tensors>
 void restore_layout(const Tensor& input, const Options& options, Tensor& first, Tensors&... others) {
   const auto make_contiguous = [](Tensor& t) {
     if (t.defined()) t = t.contiguous();
   };
-  options.images ? copy_to_layout(first, input) : make_contiguous(first);
+  options.images ? copy_to_input_layout(first, input) : make_contiguous(first);
   (make_contiguous(others), ...);
 }
 
@@ -164,7 +168,7 @@ ForwardOutputs forward_float64(ForwardArgs args) {
   const bool inplace = std::exchange(args.inplace, false);
   ForwardOutputs outputs = call_with_contiguous_rows(forward_composite, args);
   restore_layout(args.input, args.options, outputs.output, outputs.sum, outputs.mean, outputs.rstd);
-  if (inplace) outputs.sum = args.residual->copy_(outputs.sum);
+  if (inplace) outputs.sum = args.residual->copy_(outputs.sum);  // forward_composite() may have got a copy
   return outputs;
 }
 
@@ -175,7 +179,7 @@ BackwardOutputs backward_float64(const BackwardArgs& args) {
   return grads;
 }
 
-bool has_other_dtype(const Tensor& input, const OptionalTensorRef& gate) {
+bool gate_has_other_dtype(const Tensor& input, const OptionalTensorRef& gate) {
   return gate && gate->scalar_type() != input.scalar_type();
 }
 

@@ -1,5 +1,5 @@
-// The functions to which host.cpp passes calls that the kernels cannot take. Most of them change the arguments, and
-// call `forward` or `backward`, which are those of the backend, again.
+// The functions to which host.cpp passes calls that the kernels cannot take. Most of them replace the arguments by
+// tensors that the kernels can read, and call the backend's `forward` or `backward` of host.cpp again.
 #pragma once
 
 #include "norm.h"
@@ -9,13 +9,13 @@ namespace layernorm {
 // A copy of images whose channels are the last dimension in memory.
 Tensor channels_last(const Tensor& images);
 
-// For calls without a view as [samples, rows, cols], see Call: copies images to channels_last, and expands parameters
-// whose samples are not adjacent dimensions.
+// For calls whose tensors the kernels cannot view as [samples, rows, cols], see Call: copies images to channels_last,
+// or expands the parameters.
 ForwardOutputs forward_by_copies(ForwardFunction forward, ForwardArgs args);
 BackwardOutputs backward_by_copies(BackwardFunction backward, BackwardArgs args);
 
 // For a gated norm whose gate has another dtype than the input: computes in the accumulation type.
-bool has_other_dtype(const Tensor& input, const OptionalTensorRef& gate);
+bool gate_has_other_dtype(const Tensor& input, const OptionalTensorRef& gate);
 ForwardOutputs forward_in_acc(ForwardFunction forward, const ForwardArgs& args);
 BackwardOutputs backward_in_acc(BackwardFunction backward, const BackwardArgs& args);
 
@@ -23,8 +23,8 @@ BackwardOutputs backward_in_acc(BackwardFunction backward, const BackwardArgs& a
 ForwardOutputs forward_float64(ForwardArgs args);
 BackwardOutputs backward_float64(const BackwardArgs& args);
 
-// For tensors that may share elements with a residual that is overwritten: copies them. check_inplace() has refused
-// tensors that surely share some. Where strides leave gaps, at::get_overlap_status() does not decide it.
+// For arguments that may share elements with a residual that is overwritten: copies them. check_inplace() has already
+// refused arguments that certainly do. at::get_overlap_status() does not decide it where strides leave gaps.
 bool may_overlap(const ForwardArgs& args);
 ForwardOutputs forward_without_overlap(ForwardFunction forward, const ForwardArgs& args);
 

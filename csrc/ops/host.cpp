@@ -1,4 +1,4 @@
-// Forward and backward as templates for any backend, and for the key Meta, which infers shapes.
+// Forward and backward as templates over the backends, and as shape functions for the dispatch key Meta.
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
@@ -114,7 +114,7 @@ ForwardOutputs forward(const ForwardArgs& args) {
   }
   const Tensor& input = args.input;
   const auto& residual = args.residual;
-  if (has_other_dtype(input, args.gate)) return forward_in_acc(forward<Backend>, args);
+  if (gate_has_other_dtype(input, args.gate)) return forward_in_acc(forward<Backend>, args);
   Call call(residual ? *residual : input, args, Backend::needs_alignment);
   if (!Backend::has_float64 && input.scalar_type() == at::kDouble && !call.is_empty()) {
     ForwardOutputs outputs = forward_float64(args);
@@ -183,7 +183,7 @@ BackwardOutputs backward(const BackwardArgs& args) {
   check_backward(args);
   check_allocated(args);
   const Tensor& input = args.input;
-  if (has_other_dtype(input, args.gate)) return backward_in_acc(backward<Backend>, args);
+  if (gate_has_other_dtype(input, args.gate)) return backward_in_acc(backward<Backend>, args);
   Call call(input, args, Backend::needs_alignment);
   if (!Backend::has_float64 && input.scalar_type() == at::kDouble && !call.is_empty()) return backward_float64(args);
   if (!call.has_kernel()) return backward_by_copies(backward<Backend>, args);
@@ -198,7 +198,8 @@ BackwardOutputs backward(const BackwardArgs& args) {
     return allocate(sizes, options.dtype(types.kernel_dtype));
   };
   BackwardOutputs grads;
-  // The kernels compute grad_scaled_input and grad_input_scale from grad_input, which is dropped in the end.
+  // The kernels compute grad_scaled_input and grad_input_scale from grad_input, which is dropped at the end
+  // if only they are needed.
   const bool needs_grad_input = mask.input || (args.input_scale && (mask.scaled_input || mask.input_scale));
   if (needs_grad_input) grads.grad_input = call.allocate_like_input(input.scalar_type());
   if (mask.weight) grads.grad_weight = parameter_gradient(types.weight);
@@ -222,7 +223,7 @@ BackwardOutputs backward(const BackwardArgs& args) {
 
 // ---- shape functions, for the key Meta ------------------------------------------------------------------------------
 
-// A meta tensor like one of Call::allocate_like_input().
+// The meta tensor with the sizes and strides of Call::allocate_like_input().
 Tensor meta_like(const Tensor& input, at::ScalarType type, bool images) {
   const auto options = input.options().dtype(type);
   return images ? at::empty_like(input, options) : at::empty_symint(input.sym_sizes(), options);

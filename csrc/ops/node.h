@@ -116,6 +116,7 @@ struct RecordableNode : torch::autograd::Node {
   using NeedsInputGrad = std::array<bool, 6>;  // as the ctx.needs_input_grad of a torch.autograd.Function
 
  private:
+  // The outputs of a node are the gradients of its inputs.
   NeedsInputGrad needs_input_grad() {
     NeedsInputGrad result = {};
     for (size_t i = 0; i < num_outputs(); ++i) result[i] = task_should_compute_output(i);

@@ -45,7 +45,7 @@ void refuse_cuda(const c10::OperatorHandle&, torch::jit::Stack*) {
 
 // The declaration of an option in a schema.
 std::string declaration(const bool&, const char* name) { return c10::str("bool ", name, "=False"); }
-// The integer is optional, because AOTInductor (torch 2.13) miscounts integers that a call leaves out.
+// The integer is optional, because AOTInductor (torch 2.13) miscounts integer arguments that a call leaves out.
 std::string declaration(const optional<c10::SymInt>&, const char* name) { return c10::str("SymInt? ", name, "=None"); }
 
 std::string option_declarations() {
@@ -56,9 +56,9 @@ std::string option_declarations() {
 
 }  // namespace
 
-// The first positional arguments are aten's. All tensors are positional because DTensor does not redistribute keyword
-// arguments. The first result has the type Tensor and not Tensor?, also where it may be undefined (grad_input), because
-// DTensor takes its type for that of all results.
+// The first positional arguments are those of aten::native_layer_norm and its backward. All tensors are positional
+// because DTensor does not redistribute keyword arguments. The first result has the type Tensor and not Tensor?, also
+// where it may be undefined (grad_input), because DTensor takes its type for that of all results.
 TORCH_LIBRARY(layernorm, m) {
   // Compiled code passes tensors in the order of strides that the tracer saw. With the default tag, which fixes the
   // strides themselves, Inductor also spells out all options, and parsing them takes 2 us a call (AMD EPYC Zen 4).

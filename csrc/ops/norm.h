@@ -109,6 +109,7 @@ struct ForwardArgs {
   OptionalTensorRef input_scale = kAbsent;  // a parameter that multiplies the input before a residual is added
   bool inplace = false;                     // whether the sum overwrites the residual
 
+  // Calls f with the name and the reference of each tensor.
   template <class Args, class F>  // Args may be const
   static void for_each(Args& args, const F& f) {
     f("input", args.input);

@@ -3,8 +3,8 @@
 // The input, and tensors of its shape, are [*batch, *normalized]. The parameters, that is, weight, bias and
 // input_scale, are [*first batch dimensions, *normalized], where each batch size is the input's or 1; the other batch
 // dimensions count as 1. With `images`, the normalized dimension is the second one: tensors are [N, C, *], and
-// parameters are [C], [N, C] or [N, C, 1, ...]. With num_groups, there is one normalized dimension, whose elements
-// belong to the groups one after the other, and each group is a row. The statistics mean and rstd have the dimensions
+// parameters are [C], [N, C] or [N, C, 1, ...]. With num_groups, there is one normalized dimension, each group has
+// adjacent elements of it, and each group is a row. The statistics mean and rstd have the dimensions
 // of the input. In the normalized dimensions, their sizes are num_groups in the last one and 1 in the others.
 #pragma once
 
@@ -49,9 +49,9 @@ inline at::ScalarType accumulate_type(const Tensor& input) {
   return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// The shape and dtype of the gradient of a parameter: those of `like`, which is the parameter or, if backward does not
-// get it, `other`: the bias for a weight and the weight for a bias. Without both, they are normalized_shape and the
-// input's dtype.
+// The shape and dtype of the gradient of a parameter. They are those of `like`: the parameter or, if backward does not
+// get it, the `other` one, which is the bias for a weight and the weight for a bias. If both are absent, they are
+// normalized_shape and the input's dtype.
 struct GradientType {
   GradientType(const Tensor& input, const optional<Tensor>& parameter, const optional<Tensor>& other)
       : like(present(parameter) ? parameter : other), dtype((present(like) ? *like : input).scalar_type()) {}

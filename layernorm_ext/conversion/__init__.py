@@ -36,8 +36,8 @@ class ConversionReport:
 
     def __str__(self) -> str:
         parts = {"replaced": self.replaced, "skipped": self.skipped, "fast path off": self.fast_paths}
-        lines = [f"{what}: {name or '(model)'}: {how}" for what, part in parts.items() for name, how in part.items()]
-        return "\n".join([*lines, ", ".join(f"{len(part)} {what}" for what, part in parts.items())])
+        lines = [f"{kind}: {name or '(model)'}: {how}" for kind, part in parts.items() for name, how in part.items()]
+        return "\n".join([*lines, ", ".join(f"{len(part)} {kind}" for kind, part in parts.items())])
 
 
 def convert(model: Module) -> ConversionReport:
@@ -191,7 +191,7 @@ def _named_modules(model: Module) -> list[tuple[str, Module]]:
 
 
 # Names of the attributes that convert() sets. Copies of a module have them, too.
-_ORIGINAL = "_converted_from"  # the original class: set on a converted layer of torch, or on another layer's new class
+_ORIGINAL = "_converted_from"  # the original class; set on a layer that was torch's, and on the new class of any other
 _FAST_PATH = "_fast_path"  # the name and the value of the encoder's attribute that enabled its fast path
 
 
@@ -263,7 +263,7 @@ def _restore(modules: Iterable[tuple[str, Module]]) -> None:
             # accelerate leaves the converted class's forward on the module when it removes its hooks.
             vars(module).pop("forward", None)
         attribute, value = vars(module).pop(_FAST_PATH, ("", None))
-        if attribute and not getattr(module, attribute):  # otherwise it has been enabled since
+        if attribute and not getattr(module, attribute):  # otherwise the user has enabled it again
             setattr(module, attribute, value)
 
 

@@ -59,7 +59,7 @@ def class_name(cls: type) -> str:
 
 
 def _registered_builds(cls: type) -> list[Build | None]:
-    """Return what is registered for a class: functions, or None to try all layers. The last one applies."""
+    """Return the functions registered for a class, of which the last one applies; None means to try all layers."""
     if cls in REGISTRY:
         return [REGISTRY[cls]]
     name = class_name(cls)
@@ -88,6 +88,7 @@ def _comparison_key(module: Module) -> Hashable:
     Attributes of other types than _COMPARED_BY_VALUE are compared by identity, because their ``==`` may do anything.
     """
     attributes = [(name, _comparable(value)) for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES]
+    # DeepSpeed's ZeRO-3 empties parameters and keeps their shapes in ds_shape.
     parameters = [(name, p.shape, getattr(p, "ds_shape", None), p.device) for name, p in module.named_parameters()]
     buffers = [(name, id(buffer)) for name, buffer in module._buffers.items()]
     children: Iterable[Hashable] = module._modules
@@ -169,7 +170,7 @@ def _first_equal_candidate(module: Module) -> Choice:
     devices = {parameter.device.type for parameter in module.parameters()} - _DEVICES
     if devices:
         raise SkippedError(f"it is on the device {', '.join(devices)}, for which layernorm_ext was built no kernels")
-    if cls not in TORCH_REPLACEMENTS:  # torch's have normalized_shape, also if a tool shards parameters
+    if cls not in TORCH_REPLACEMENTS:  # torch's layers have a normalized_shape, even if a tool shards their parameters
         for parameter in module.parameters():
             full_shape(parameter)  # raises an error if it is unknown
     build = builds[-1]
@@ -184,8 +185,8 @@ def _first_equal_candidate(module: Module) -> Choice:
         reason = comparison.difference()
         if reason is None:
             spec = comparison.spec
-            is_torchs = spec.layer_class is TORCH_REPLACEMENTS.get(cls) and not spec.options and not spec.output_dtypes
-            return Choice(spec.layer_class if is_torchs else converted_class(cls, spec), repr(ours))
+            becomes_ours = spec.layer_class is TORCH_REPLACEMENTS.get(cls) and not (spec.options or spec.output_dtypes)
+            return Choice(spec.layer_class if becomes_ours else converted_class(cls, spec), repr(ours))
         reasons.append(f"not {ours!r}: {reason}")
     raise SkippedError("; ".join(reasons) or "its eps is None, which only an RMSNorm without a bias may have")
 
@@ -226,7 +227,7 @@ def _candidates(module: Any) -> Iterator[Module]:
     shape = _shape(module, weight_name, weight)
     rms_eps, eps = _rms_and_layer_norm_eps(module, shape)
     has_gate = takes_gate(module)
-    classes: list[tuple[Any, Any, Any, dict[str, Any]]] = []  # size, classes, and further options
+    classes: list[tuple[Any, Any, Any, dict[str, Any]]] = []  # normalized size, RMSNorm, LayerNorm, their options
     if has_gate:
         classes += [(shape, GatedRMSNorm, GatedLayerNorm, options) for options in _gate_options(module, shape)]
     elif shape:
@@ -234,7 +235,7 @@ def _candidates(module: Any) -> Iterator[Module]:
         if len(shape) == 1:
             classes.append((shape[0], RMSNorm2d, LayerNorm2d, {}))
     all_rms_eps = [rms_eps]
-    if rms_eps is None and type(module) not in TORCH_REPLACEMENTS:  # some always take the eps of float32
+    if rms_eps is None and type(module) not in TORCH_REPLACEMENTS:  # some layers take float32's eps for all dtypes
         all_rms_eps.append(torch.finfo(torch.float32).eps)
     for size, rms_norm, layer_norm, others in classes:
         for zero_centered in (False,) if weight is None else (False, True):
@@ -243,7 +244,7 @@ def _candidates(module: Any) -> Iterator[Module]:
                 yield from (rms_norm(size, each, device="meta", **options) for each in all_rms_eps)
             if eps is not None:
                 yield layer_norm(size, eps, bias=bias is not None, device="meta", **options)
-    if bias is None and not module._modules and not has_gate:  # also with a weight, which one class never uses
+    if bias is None and not module._modules and not has_gate:  # even with a weight, because some class never uses it
         for rms_norm, each in itertools.product((RMSNorm, RMSNorm2d), all_rms_eps):
             layer: Any = rms_norm(1, each, elementwise_affine=False)
             layer.normalized_shape = ()  # any width

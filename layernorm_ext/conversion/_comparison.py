@@ -27,11 +27,11 @@ class SkippedError(Exception):
 # deviation over N - 1 instead of N elements is off by 1 / (2 N).
 _TOLERANCE = 1e-5
 
-# The tolerance for outputs in narrower dtypes, in units of torch.finfo.eps of the value or of 1. Four units are eight
-# roundings; layers that compute in 16 bits round about four times.
+# The tolerance for outputs in narrower dtypes, as a multiple of torch.finfo.eps, relative to the value or to 1 if that
+# is larger. Four such units are eight roundings; layers that compute in 16 bits round about four times.
 _ROUNDINGS = 4
 
-# The smallest scale of a compared row. x-transformers clamps the norm of smaller rows, and the replacement adds an eps.
+# The smallest scale of a compared row. x-transformers clamps the norm of smaller rows, but our layers add an eps.
 _SMALLEST_SCALE = 1e-8
 
 # The factors of the first, second and third sample of further inputs and gates: some layers clamp large numbers.
@@ -114,7 +114,7 @@ class Comparison:
         x, dy = _random(size, 2) + 1, _random(size, 3)
         x[0] *= self.small_scale  # eps matters for these rows
         if math.prod(self.shape) != 1:
-            x[-1].view(-1)[0] = 0  # some layers leave zeros, as of a mask, out of the mean
+            x[-1].view(-1)[0] = 0  # some layers take zeros for masked elements, and leave them out of the mean
         return x, dy
 
     def _results(
@@ -175,7 +175,7 @@ class Comparison:
             else:
                 for value, expected in theirs.items():
                     distance = (expected.double() - mine[value].double()).abs()
-                    if value == "gradient of input":  # that of the small rows, in x[0], is as large as they are small
+                    if value == "gradient of input":  # it is large for the small rows in x[0]
                         distance[0] *= self.small_scale
                     if not (distance <= _TOLERANCE).all():
                         return f"{value} differs by {distance.max():.2g}{mode}"
@@ -198,8 +198,8 @@ class Comparison:
 
     def _compare_dtypes(self) -> str | None:
         """Compare outputs for all combinations of dtypes; set the output dtypes of the replacement."""
-        # Adjacent elements differ by about 4. If those of a narrow row were nearly equal, a 16-bit layer's deviation
-        # would be rounding noise, and a right layer would be refused.
+        # Adjacent elements differ by about 4. If the elements of a narrow row were nearly equal, their deviations in 16
+        # bits would be rounding noise, and equal layers would seem to differ.
         dims = range(len(self.accepted_size))
         parity = sum(torch.ones(self.accepted_size, device="cpu").cumsum(dim) for dim in dims) % 2
         x = _random(self.accepted_size, 2) + 4 * parity - 1
@@ -262,9 +262,9 @@ def _copy_with(module: Module, parameters: dict[str, Tensor], others: dict[str, 
 
 
 def _other_buffer(buffer: Tensor) -> Tensor:
-    """Return a copy of a buffer, with other floating numbers, on which no output of a norm depends."""
-    if not buffer.is_floating_point() or buffer.layout != torch.strided or buffer.itemsize == 1:  # no arithmetic
-        return buffer.clone()
+    """Return a copy of a buffer with other floating-point values, because a norm must not depend on these."""
+    if not buffer.is_floating_point() or buffer.layout != torch.strided or buffer.itemsize == 1:
+        return buffer.clone()  # sparse and float8 tensors have no arithmetic
     return torch.where(buffer.abs() < 100, buffer + 1, 1)
 
 
@@ -290,7 +290,7 @@ def first_tensor(module: Module, parameter: str) -> tuple[str, Tensor | None]:
 
 
 def full_shape(parameter: Any) -> tuple[int, ...]:
-    """Return the shape of a parameter, of which this process may have a part."""
+    """Return the whole shape of a parameter, even if this process has only a part of it."""
     if _is_flattened(parameter):
         raise SkippedError("FSDP has flattened its parameters; convert the model before it is wrapped")
     shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # DeepSpeed's ZeRO-3 leaves an empty tensor
@@ -300,5 +300,5 @@ def full_shape(parameter: Any) -> tuple[int, ...]:
 
 
 def _is_flattened(parameter: Any) -> bool:
-    """Return whether FSDP1 has a parameter's elements, or a part of them, in one dimension."""
+    """Return whether FSDP1 has replaced a parameter by one dimension with its elements or a part of them."""
     return getattr(parameter, "_fsdp_flattened", False)

@@ -27,7 +27,7 @@ FUNCTIONS: dict[type[Module], Callable[..., Tensor]] = {
 }
 _IMAGES, _GATED = (LayerNorm2d, RMSNorm2d), (GatedLayerNorm, GatedRMSNorm)
 
-# The output dtype for the dtypes of input, weight and gate, if it is not that of the input.
+# The output dtype for each combination of dtypes of input, weight and gate with which it is not the input's.
 OutputDtypes = dict[tuple[torch.dtype | None, ...], torch.dtype]
 
 
@@ -41,7 +41,7 @@ class NormSpec:
     shape: str | None  # if None, normalize over the shape of the weight or, without a weight, the width of the input
     eps: str | None
     default_eps: float | None  # the eps if ``eps`` or the attribute is None
-    groups: str | None  # "group_size" is the width of a group; other attributes are the number of groups
+    groups: str | None  # "group_size" has the width of a group; attributes of other names have the number of groups
     children: tuple[str, ...]  # modules that are applied to the result in turn
     options: dict[str, Any] = field(hash=False)  # further arguments of the function in FUNCTIONS
     output_dtypes: OutputDtypes = field(hash=False, default_factory=dict)
@@ -75,7 +75,7 @@ class NormSpec:
 
 
 def _parameter(layer: Module, name: str | None) -> Any:
-    """Return a parameter of a layer. One with another name than ours may have the shape [C, 1, 1], and is flattened."""
+    """Return a parameter of a layer, flattened if its name is not ours: its shape may be [C, 1, 1]."""
     value = None if name is None else getattr(layer, name)
     return value if value is None or name in ("weight", "bias") else value.flatten()
 
@@ -119,7 +119,7 @@ def converted_class(original: Any, spec: NormSpec) -> type[Module]:
         # The tools of torch take the names of the arguments from the wrapped function.
         @wraps(original.forward, updated=())
         def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-            if parameters[1] in kwargs:
+            if parameters[1] in kwargs:  # the name of the input in the original class
                 kwargs["input"] = kwargs.pop(parameters[1])
             return spec.compute(self, *args, **kwargs)
 

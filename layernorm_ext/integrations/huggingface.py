@@ -1,12 +1,12 @@
 """This package's kernels for Hugging Face's ``kernels``, which replaces the ``forward`` of decorated layers.
 
-After :func:`register`, ``kernels.kernelize`` and ``use_kernels=True`` of transformers use them on CPUs and, if this
-package was built with CUDA, on GPUs, in all modes, ``torch.compile`` included.
+After :func:`register`, ``kernels.kernelize`` and ``use_kernels=True`` of transformers run this package's kernels on
+CPUs and, if it was built with CUDA, on GPUs, in all modes, ``torch.compile`` included.
 
 ========================  ======================================================================
 name of the layer         classes
 ========================  ======================================================================
-``RMSNorm``               the RMSNorms that transformers decorates, four of five
+``RMSNorm``               the RMSNorms that transformers decorates, which are four of five
 ``RMSNormZeroCentered``   ten classes that multiply by ``weight + 1``, such as Gemma's
 ``RMSNormGated``          the RMSNorms that multiply the output by an activated gate, such as Qwen3-Next's
 ``RMSNormGateFirst``      five classes that multiply the input by an activated gate, such as Mamba-2's
@@ -132,7 +132,7 @@ class _RMSNormGated(torch.nn.Module):
     activation: Any
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        if gate is None:  # some classes have this default, and fail in their own forward
+        if gate is None:  # a default of some classes, with which their own forward fails
             raise TypeError(f"Expected gate to be a Tensor for {type(self).__name__}, but got gate=None")
         return _rms_norm(self, hidden_states, gate, activation=self.activation)
 
