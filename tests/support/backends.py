@@ -28,7 +28,7 @@ class Backend:
     device: str
     ops: object  # torch.ops.layernorm, or the namespace of the emulated operators
     layer_norm: Callable  # (input, normalized_shape, weight, bias, eps) -> output, differentiable
-    limits: Callable = contextlib.nullcontext  # makes the context manager in which a test runs
+    limits: Callable = contextlib.nullcontext  # makes the context of a test: limits of the emulated GPU
 
     @property
     def forward(self):  # (input, normalized_shape, weight, bias, eps) -> output, mean, rstd

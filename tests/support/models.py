@@ -32,7 +32,7 @@ def save_and_load(scripted):
 
 
 class ViewOfNorm(torch.nn.Module):
-    """A norm of a convolution's transposed output, and a view of the norm, which must be contiguous for it."""
+    """A norm of a convolution's transposed output. view() fails unless the output of the norm is contiguous."""
 
     def __init__(self):
         super().__init__()

@@ -1,8 +1,8 @@
 """Random calls of every operator, most of them invalid: see test_operator_calls.py.
 
 Each call must raise an error that names an argument, or return the results of the formulas in float64. The shape
-functions, which torch calls for meta tensors, must give the same errors, shapes, dtypes and strides. A seed makes a
-call: ``python -m support.operator_calls 0 100000`` makes those of 100,000 seeds and prints what is wrong. With
+functions, which torch calls for meta tensors, must give the same errors, shapes, dtypes and strides. A seed determines
+a call: ``python -m support.operator_calls 0 100000`` makes the calls of 100,000 seeds and prints each fault. With
 ``--show`` it also prints each seed before its call, so that the last one belongs to a call that crashes.
 """
 
@@ -21,7 +21,7 @@ OPERATORS = {
     name: getattr(getattr(torch.ops.layernorm, name.partition(".")[0]), name.partition(".")[2] or "default")
     for name in ("forward", "forward.fused", "forward_.fused", "backward")
 }
-CHECKS = {"check": torch.ops.layernorm.check.default}
+CHECKS = {"check": torch.ops.layernorm.check.default}  # the checks of forward.fused alone
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 # Relative to the largest result. Rounding errors are 100 times smaller, and wrong formulas are off by about 1.
@@ -61,7 +61,7 @@ def valid_call(name, rng):
         """Return numbers in [least, least + 1), which may be divisors."""
         # Parameters of images do not differ between pixels, the dimensions of the batch after the first one.
         own = [size if d == 0 or not images else 1 for d, size in enumerate(parameter_batch)]
-        first = own[:1] if images else own[: rng.randint(0, len(own))]  # the others may be absent
+        first = own[:1] if images else own[: rng.randint(0, len(own))]  # the later batch dimensions may be absent
         sizes = rng.choice([shape, (*own, *shape), (*[1] * len(batch), *shape), (*first, *shape)])
         values = lay_out(torch.rand(sizes, dtype=torch.float64)) + least
         return values.to(rng.choice([dtype, accumulation_dtype, rng.choice(DTYPES)]))
@@ -308,7 +308,7 @@ def fault(name, args):
             if not named or any(word in actual for word in INTERNAL):
                 return f"the error names no argument: {actual}"
         if not plain or actual.startswith(TORCH_ERRORS) or "ot allocated" in actual:
-            return None
+            return None  # meta tensors do not raise these errors
         expected = outcome(function, {key: like(value) for key, value in args.items()})
         return None if actual == expected else f"the shape function says {expected!r}, and the operator {actual!r}"
     if name in CHECKS:
