@@ -32,7 +32,7 @@ def run(*command, **options):
 
 
 def test_finds_torch_outside_the_isolation(tmp_path):
-    """Like pip, hide site-packages from the build by a sitecustomize.py on PYTHONPATH."""
+    """As pip does, a sitecustomize.py on PYTHONPATH hides site-packages from the build."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nsys.path[:] = [entry for entry in sys.path if not entry.endswith('-packages')]\n"
     )
@@ -192,7 +192,7 @@ def test_toolkit_is_found_behind_a_wrapper_of_nvcc(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(nvcc.parent), prepend=os.pathsep)
     fake = SimpleNamespace(__file__="/x/torch/__init__.py", version=SimpleNamespace(cuda="13.0"))
     monkeypatch.setattr(cuda, "torch", fake)
-    homes = list(cuda._likely_homes())
+    homes = list(cuda._likely_homes())  # from nvcc's path, its symlink's target, its TOP, and fixed folders
     assert (homes[0], homes[2], homes[-1]) == (tmp_path, Path("/real/toolkit"), Path("/x/nvidia/cu13"))
 
 

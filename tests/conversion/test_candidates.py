@@ -1,4 +1,4 @@
-"""convert() finds a replacement by the attributes of a layer, and keeps its names, dtypes, copies and tools.
+"""convert() finds a replacement by a layer's attributes. Names and output dtypes stay; copies and tools still work.
 
 Each layer of the table LAYERS passes the same tests.
 """
@@ -263,7 +263,7 @@ class GateFirst(torch.nn.Module):
 
 
 class GateFirstInGroups(GateFirst):
-    """Has the width of a group as an attribute, as Zamba2's and Nemotron-H's norms, and one called activation."""
+    """Has the width of a group and the activation as attributes, as Zamba2's and Nemotron-H's norms."""
 
     groups = property(lambda self: self.weight.shape[0] // self.group_size)
 
@@ -429,13 +429,13 @@ def test_output_dtypes_are_kept(cls):
         # An activation behind the norm rounds again. Arithmetic in float32 loses less than 1e-6.
         rtol = torch.finfo(actual.dtype).eps + 1e-6
         torch.testing.assert_close(actual.double(), exact.double(), rtol=rtol, atol=2e-6)
-    assert compared >= 4 or cls is CastsTheParameters  # which takes fewer
+    assert compared >= 4 or cls is CastsTheParameters  # takes fewer
 
 
 def converted_layer_of_narrow_inputs(cls):
     """Return a converted float32 layer, its inputs and the dtype of the original's output.
 
-    The inputs are bfloat16 if the layer takes that beside float32 parameters, so that output dtypes count.
+    The inputs are bfloat16 if the layer takes that beside float32 parameters, so that a wrong output dtype shows.
     """
     original, layer, inputs = converted_layer(cls)
     narrow = {name: x.to(BF16) for name, x in inputs.items()}

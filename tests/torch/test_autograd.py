@@ -77,7 +77,7 @@ PROJECTED = {"fast_mode": True, "rtol": 1e-5, "atol": 1e-7, "check_batched_grad"
 
 @pytest.mark.parametrize(("batches", "adds", "requires_grad", "options"), CASES)
 def test_first_and_second_derivatives(backend, batches, adds, requires_grad, options):
-    """First derivatives are in reverse and forward mode, and batched; second ones forward and reverse over reverse."""
+    """First derivatives: reverse mode, forward mode, and batched. Second: forward and reverse mode over reverse."""
     x, residual, *parameters = arguments(batches, 4, (F64, F64), backend.device)
     tensors = [x, residual if adds else None, *parameters]
     present = [t.unflatten(-1, (2, 2)) for t in tensors if t is not None]
