@@ -59,8 +59,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker("integration")
         if backend_of(item) in EMULATED or "cuda_emulator" in item.path.parts:
             item.add_marker("emulated")
-    # The longest tests start first, so that no worker of pytest-xdist ends long after the others. The tests that use
-    # Inductor follow each other, so that one worker runs them all.
+    # The longest tests, test_lesser_set, start first, so that no worker of pytest-xdist ends long after the others. The
+    # tests that use Inductor follow each other, so that one worker runs them all.
     items.sort(key=lambda item: ("lesser_set" not in item.name, not item.get_closest_marker("inductor")))
 
 

@@ -114,7 +114,7 @@ def test_parameter_gradients_of_equal_terms(backend, run, dtypes, cols):
         for value in (1 / 3, 0.7, 1.2345678, 1.1):
             dy = torch.full((rows, cols), value, dtype=dtypes[0], device=backend.device)
             gradients = run(backend, x, dy, w, w, mask=[False, True, True]).gradients
-            total = rows * dy[:1].double()  # in float64, one row of it has the same gradients
+            total = rows * dy[:1].double()  # as one float64 row, it has the gradients of all rows
             check_backward(gradients, total, x[:1], w, w, context=(rows, value), sum_error=sum_error)
 
 
@@ -317,7 +317,7 @@ def test_more_than_2_to_the_31_elements(backend, images):
         return tensor.mT if images else tensor
 
     nonzero = [0, 1, rows // 3, rows // 2, rows - 2, rows - 1]
-    zeros = [row for row in range(0, rows, rows // 1000) if row not in nonzero]  # to check
+    zeros = [row for row in range(0, rows, rows // 1000) if row not in nonzero]  # they are checked, too
     for tensor in (as_rows(x), as_rows(dy)):
         tensor[:, nonzero] = randn((samples, len(nonzero), cols), BF16, backend.device)
     w, b = (randn(cols, BF16, backend.device) for _ in range(2))

@@ -192,7 +192,7 @@ def test_a_residual_of_inference_mode_is_refused_outside_of_it(add):
     with torch.inference_mode():
         residual = torch.randn(SHAPE)
         before = residual.clone()
-        add(torch.randn(SHAPE), residual.clone())  # within the mode
+        add(torch.randn(SHAPE), residual.clone())  # accepted within the mode
     for requires_grad in (False, True):
         with pytest.raises(RuntimeError, match="^Inplace update to inference tensor outside InferenceMode"):
             add(torch.randn(SHAPE, requires_grad=requires_grad), residual)

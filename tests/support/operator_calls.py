@@ -230,8 +230,8 @@ def backward(
 ):  # fmt: skip
     """Return the gradients by their names, from the given rstd and, with memory_efficient, from the output."""
     factor, derivative = (None, None) if gate is None else activate(gate, sigmoid)[:2]
-    is_before, is_after = gate is not None and gate_first, gate is not None and not gate_first
-    x, dy = input * factor if is_before else input, grad_output * factor if is_after else grad_output
+    gates_input, gates_output = gate is not None and gate_first, gate is not None and not gate_first
+    x, dy = input * factor if gates_input else input, grad_output * factor if gates_output else grad_output
     w, b = 1 if weight is None else weight + zero_centered_weight, 0 if bias is None else bias
     xhat = (x - b) / w if memory_efficient else x * rstd  # with memory_efficient, the input is forward's output
     xhat = xhat if rms else xhat - xhat.mean(-1, keepdim=True)
@@ -242,9 +242,9 @@ def backward(
     row = x.shape[-1 if num_groups in (None, 1) else -2 :]
     shape = next((p.shape for p in (weight, bias) if p is not None), row)
     shapes = (shape if p is None else p.shape for p in (weight, bias))
-    results = [dx * factor if is_before else dx, *map(torch.Tensor.sum_to_size, (dy * xhat, dy), shapes)]
-    results.append(dx * input * derivative if is_before else None)
-    if is_after:
+    results = [dx * factor if gates_input else dx, *map(torch.Tensor.sum_to_size, (dy * xhat, dy), shapes)]
+    results.append(dx * input * derivative if gates_input else None)
+    if gates_output:
         results[3] = grad_output * (xhat * w + b) * derivative
     results.append(None if input_scale is None else input_scale * dx)
     results.append(None if scaled_input is None else (scaled_input * dx).sum_to_size(input_scale.shape))
@@ -268,7 +268,7 @@ def like(value):
     """Return a meta tensor with the shape, strides and dtype of a plain tensor; another value as it is."""
     if not isinstance(value, torch.Tensor):
         return value
-    strides = [0] * value.dim() if value._is_zerotensor() else value.stride()  # the kernels get one zero, expanded
+    strides = [0] * value.dim() if value._is_zerotensor() else value.stride()  # the kernels get an expanded zero
     return torch.empty_strided(value.shape, strides, dtype=value.dtype, device="meta")
 
 

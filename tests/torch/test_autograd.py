@@ -306,7 +306,7 @@ def test_transforms_of_nan_infinity_and_constants(backend, rms):
         assert torch.equal(y[3], bias)
         if rms:
             expected = x[4:, :1].double() / (x[4:, :1].double().square() + eps).sqrt() + 1
-            torch.testing.assert_close(y[4:], expected.float().expand(-1, 49), rtol=5e-7, atol=0)  # as the kernels
+            torch.testing.assert_close(y[4:], expected.float().expand(-1, 49), rtol=5e-7, atol=0)  # as for the kernels
         else:
             assert (y[4:] == 1).all()
     gradient = vmap(grad(lambda x: forward(backend, x, None, None, None, rms=rms).output.sum()))(x[3:])

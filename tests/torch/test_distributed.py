@@ -194,7 +194,7 @@ def placements_and_collectives_equal_those_of_aten(mesh):
             dw, db = (distribute_tensor(t, mesh, [parameter_placement] * mesh.ndim) for t in (w, b))
             parameters = (dw if has_weight else None, db)
             results = []
-            for forward, backward, gates in (  # and the entries of output_mask for gates
+            for forward, backward, gates in (  # `gates` are the last entries of output_mask
                 (torch.ops.layernorm.forward, torch.ops.layernorm.backward, [False] * 3),
                 (torch.ops.aten.native_layer_norm, torch.ops.aten.native_layer_norm_backward, []),
             ):

@@ -262,7 +262,7 @@ PARTS = {
     # Here too, the write to k or v would make backward of the fused call raise an error.
     "k = g.sin(); y = norm(r + k * x.detach()); k.mul_(2); return y": ADD,
     "v = b.sin(); y = norm(x, weight=w, bias=v) * (1 + s.detach()); v.mul_(2); return y": {},
-    # The hook sees the norm's part of the gradient.
+    # The hook must see the gradient that comes from the norm, too.
     "t = x + r; y = norm(t); t.register_hook(lambda g: g * 3); return y, t": {},
     # For the addition too, Dynamo has recorded the shape that v has after both unsqueeze_().
     "v = w.sin(); t = x[:1, :1] + v; y = norm(t); v.unsqueeze_(0).unsqueeze_(0); return y, t": {},
@@ -374,7 +374,7 @@ def failure(seed):
         return None
     try:
         assert_close_to(programs.results_of(fusion.eager(programs.graph_of(text, seed), ()), seed), expected)
-    except Exception as error:  # the message needs the program
+    except Exception as error:  # every error is reported with the program
         return f"{error}\nin program {seed}:\n{text}"
     return None
 
@@ -588,7 +588,7 @@ def test_graphs_of_other_operators_are_left(log):
     with trace_as("aten"):
         torch.compile(lambda x: norm(x + x), backend=fusion.eager, fullgraph=True)(x)
     traced = torch.fx.symbolic_trace(lambda x: torch.ops.layernorm.forward.default(x + x, (8,))[0])
-    fuse_neighbors(traced.graph)  # without recorded values
+    fuse_neighbors(traced.graph)  # its nodes have no recorded values
     assert_same(traced(x), norm(x + x))
     assert log() == ["0 norms", "1 norms"]
 

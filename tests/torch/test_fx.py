@@ -25,6 +25,7 @@ def test_graph_of_a_module_calls_its_function(cls, options, shapes):
     name = name.removeprefix("Add_") if has_one_input else name  # without a residual, nothing is added
     # Sequential passes one input, so that the tracer does not see the others.
     graph = torch.fx.symbolic_trace(torch.nn.Sequential(module) if has_one_input else module)
+    # With residual_in_fp32, a module without a residual also calls to_fp32().
     calls = [node for node in graph.graph.nodes if node.op == "call_function" and "to_fp32" not in node.name]
     (call,) = calls
     assert call.target is getattr(layernorm_ext, name.lower())

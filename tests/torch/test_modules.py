@@ -247,7 +247,7 @@ def test_modules_start_a_float32_residual(name):
         gate = torch.randn(8)
         output, total = module(x, None, gate)
         assert output.dtype == torch.bfloat16 and torch.equal(total, x.float() * gate)
-        double = x.double()  # has no narrower residual; a compiled module returns a copy
+        double = x.double()  # the residual stays float64; a compiled module returns a copy
         assert module(double)[1] is double if module is norm else module(double)[1].dtype == torch.float64
 
 

@@ -198,7 +198,7 @@ class RowsOfImages(LayerNorm):
 @pytest.mark.parametrize("classes", [(RowsOfImages,), (LayerNorm2d, RMSNorm2d)], ids=["rows", "images"])
 @pytest.mark.inductor
 def test_compiled_training_between_convolutions(classes):
-    """Inductor makes tensors near a convolution channels last, also the statistics, but then fails for other sizes.
+    """Inductor lays out tensors near a convolution, even statistics, as channels last, and then fails for other sizes.
 
     Other sizes are therefore tested without this layout. For other sizes, Inductor cannot order the symbolic strides of
     views of images, so autograd must not save such views.
