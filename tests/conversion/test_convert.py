@@ -403,7 +403,7 @@ class WithSlots(torch.nn.LayerNorm):
 
 
 class ChangesOnce(torch.nn.LayerNorm):
-    """Its class changes only in the first of equal layers."""
+    """A layer whose class changes once; the second such layer refuses."""
 
     changes = 0
 

@@ -355,7 +355,7 @@ def test_repeated_calls_from_two_python_threads(backend):
     ids=dtypes_id,
 )
 def test_functions_depend_on_neither_threads_nor_strides_nor_other_rows(use_threads, member, dtype, rows, cols):
-    """They do not depend either on which tensors require gradients. The tensors are slices of a fused projection."""
+    """Results do not depend on which tensors require gradients either. The tensors are slices of a fused projection."""
     projection, parameters = randn((rows, 3 * cols), dtype), [randn(cols, statistics_dtype(dtype)) for _ in range(2)]
     views = [projection[:, :cols], projection[:, 2 * cols :]]
 

@@ -154,7 +154,7 @@ SECOND_DERIVATIVES = {
 def test_func_by_every_pair_of_input_weight_and_bias(layer_norm, double, second_derivative):
     """The second derivatives of torch's layer_norm are silently wrong.
 
-    Those by weight and input are wrong in all four ways, and those by input twice in the last two. They are off by 0.75
+    Derivatives by weight and input are wrong in all four ways, by input twice in the last two. They are off by 0.75
     where the largest value is 1.6, and by 1.5 where it is 4.7.
     """
     tensors = double(4, 8), double(8), double(8)

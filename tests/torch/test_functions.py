@@ -195,7 +195,7 @@ def test_a_gradient_has_the_same_bits_whichever_others_are_computed(function):
 
 @pytest.mark.parametrize("gate_first", [False, True])
 def test_the_gradient_of_the_bias_of_a_gated_norm_has_the_same_bits_alone(gate_first):
-    """It does not depend on a gate that multiplies the input, but kernels of gated norms sum other numbers of rows."""
+    """A gate that multiplies the input does not change it, but kernels of gated norms sum other numbers of rows."""
     x, gate, dy = (randn((100, 100), BF16) for _ in range(3))
     dy = dy * 2.0 ** -torch.randint(13, dy.shape).to(BF16)  # float32 would add numbers of one size without rounding
     w, b = (randn(100, F32).requires_grad_() for _ in range(2))
@@ -344,7 +344,7 @@ def tensors_to_save(member, x, r, w, b, output, total=None):
 @family
 @pytest.mark.parametrize("bias_dtype", [F32, F64], ids=str)
 def test_autograd_saves_only_what_the_gradients_need(member, bias_dtype):
-    """It also saves mean and rstd of each row. The test tries every choice of the tensors that require gradients."""
+    """Mean and rstd of each row are saved, too. The test tries every choice of the tensors that require gradients."""
     parameter_shape = (4, 64) if "ada" in member.name else (64,)
     shapes, dtypes = ((4, 32, 64), (4, 32, 64), parameter_shape, parameter_shape), (F32, F32, F32, bias_dtype)
     for mask in itertools.product([False, True], repeat=4):
@@ -393,7 +393,7 @@ def call_all(members):
 
 @pytest.mark.parametrize("layout", [torch.Tensor.contiguous, channels_first])
 def test_compiled_calls_have_the_same_bits(layout):
-    """Gradients have them, too, and the memory format of the input. Other batch sizes take the same graph.
+    """Gradients have the same bits, too, and the memory format of the input. Other batch sizes take the same graph.
 
     The number of columns is constant, because a symbolic one takes twice as long. The next test has it.
     """

@@ -18,7 +18,7 @@ ROUNDED_TEN_LAYERS = {"rtol": 1e-4, "atol": 1e-5}
 
 @module_cases
 def test_graph_of_a_module_calls_its_function(cls, options, shapes):
-    """Its arguments are the module's inputs, parameters and options of the same names."""
+    """The arguments of the call are the module's inputs, parameters and options of the same names."""
     module, inputs = module_and_inputs(cls, options, shapes)
     has_one_input = len(inputs) == 1
     name = re.sub("(?<=[a-z])(?=[A-Z2])", "_", cls.__name__.replace("RMS", "Rms"))  # AddRMSNorm -> Add_Rms_Norm
