@@ -595,7 +595,7 @@ def test_graphs_of_other_operators_are_left(log):
 
 @pytest.mark.parametrize("compiler", [fusion.eager, pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_a_hook_on_a_sum_that_leaves_a_checkpoint(compiler):
-    """The parent may observe the gradient of the sum, or of a view of it, and the pass sees one graph."""
+    """The caller of the checkpoint may observe the gradient of such a sum; the pass sees only the graph of the body."""
 
     def hooked(x, r, *_):
         def body(x, r):
