@@ -264,6 +264,7 @@ def test_eps_with_a_default_must_be_a_number(norm):
         shape = () if norm.__name__.endswith("2d") else ((4,),)
         return module(*inputs) if module else norm(*inputs, *shape, eps=None)
 
+    # The error of a module names its function: add_rms_norm() for AddRMSNorm.
     name = re.sub("(?<=[a-z])(?=[A-Z2])", "_", norm.__name__.replace("RMS", "Rms")).lower() if module else norm.__name__
     assert_refused_in_every_mode(call, rf"{name}\(\): argument 'eps'.* must be float, not NoneType$")
 

@@ -1,7 +1,7 @@
 """The results of the operators match float64, for every size and with every option.
 
-The options are RMSNorm, residuals, zero-centred weights, backward from the output, images, and samples: rows that share
-parameters of their own. test_gates.py has the gates; test_forward.py and test_backward.py have hard inputs.
+The options are RMSNorm, residuals, zero-centered weights, backward from the output, images, and samples: rows that
+share parameters of their own. test_gates.py has the gates; test_forward.py and test_backward.py have hard inputs.
 """
 
 import itertools

@@ -46,7 +46,7 @@ class ViewOfNorm(torch.nn.Module):
 
 
 class MyNorm(torch.nn.Module):
-    """RMSNorm with a zero-centred weight and an eps called `small`: convert() needs build_ours() for it."""
+    """RMSNorm with a zero-centered weight and an eps called `small`: convert() needs build_ours() for it."""
 
     def __init__(self, width):
         super().__init__()

@@ -154,7 +154,7 @@ def family_keeps_batch_and_sequence_sharded(mesh):
         parameter_placement = shard if is_adaptive and shard == Shard(0) else Replicate()
         placements = [shard if t.dim() == 3 else parameter_placement for t in tensors]
 
-        def function(x, *others, member=member):  # the member ignores tensors that it does not take
+        def function(x, *others, member=member):  # others: r, w and b, without those that the member ignores
             return member(x, others[0], others[int(member.takes_r)], others[-1])
 
         tolerance = ANOTHER_ORDER if member.takes_images else SAME_BITS

@@ -472,8 +472,8 @@ def test_random_programs_with_a_child(first, kind):
         ran += errors.count(None)
         if any(errors):
             originals = [difference(each, run, expected) for each in compile_with("eager")]
-            of_the_pass = [error for error, original in zip(errors, originals, strict=True) if error and not original]
-            failures += [f"{error}\nin program {seed}:\n{text}" for error in of_the_pass]
+            new_errors = [error for error, original in zip(errors, originals, strict=True) if error and not original]
+            failures += [f"{error}\nin program {seed}:\n{text}" for error in new_errors]
     assert not failures, "\n".join(failures)
     assert (
         ran >= 15 and fuse_neighbors.counts.total() >= 1

@@ -107,7 +107,7 @@ def is_fusible(norm):
     is_sum = order.operation(total) in ("add", "iadd", "add_", "addcmul") and len(terms) > 1
     if is_sum and all(term is not None and (term.shape, term.dtype) == (value.shape, value.dtype) for term in terms):
         return True
-    products = [user for output in norm.users if output.args[1] == 0 for user in output.users]
+    products = [user for output in norm.users if output.args[1] == 0 for user in output.users]  # of getitem(norm, 0)
     products = [product for product in products if order.operation(product) in ("mul", "addcmul")]
     factors = [each for product in products for each in product.all_input_nodes if each.args[:1] != (norm,)]
     sizes = [order.fake_tensor(factor).numel() for factor in factors]
