@@ -30,7 +30,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("backend", names, indirect=True)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+@pytest.hookimpl(tryfirst=True)  # before pytest selects tests by the marks that this function adds
 def pytest_collection_modifyitems(items):
     def backend_of(item):
         return getattr(item, "callspec", None) and item.callspec.params.get("backend")
@@ -49,9 +49,9 @@ def pytest_collection_modifyitems(items):
             return True
         if backend in PATHS and not differs_on_path(item, backend):
             return False
-        if "use_threads" in item.fixturenames:  # CPU threads
+        if "use_threads" in item.fixturenames:  # they concern the CPU kernels alone
             return False
-        return backend == "cuda" or not item.get_closest_marker("large")  # emulated: 10^7 elements per second
+        return backend == "cuda" or not item.get_closest_marker("large")  # the emulator does 10^7 elements/s
 
     items[:] = [item for item in items if applies(item)]
     for item in items:
@@ -59,8 +59,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker("integration")
         if backend_of(item) in EMULATED or "cuda_emulator" in item.path.parts:
             item.add_marker("emulated")
-    # The longest tests start first, so that no worker of pytest-xdist ends long after the others. The tests that use
-    # Inductor follow each other, so that one worker runs them all.
+    # The longest tests, test_lesser_set, start first, so that no worker of pytest-xdist ends long after the others. The
+    # tests that use Inductor follow each other, so that one worker runs them all.
     items.sort(key=lambda item: ("lesser_set" not in item.name, not item.get_closest_marker("inductor")))
 
 

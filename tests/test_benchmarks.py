@@ -26,13 +26,13 @@ BLOCKS = ["norm, GELU", "residual, norm, modulate"]  # without and with a functi
 
 @pytest.fixture(autouse=True)
 def small_and_isolated(monkeypatch):
-    """Use few samples, small sweeps and little Inductor, no other packages, and this process's settings of malloc."""
+    """Use few samples, small sweeps, little of Inductor, no other packages, and the malloc settings of this process."""
     monkeypatch.setattr(timing, "MIN_ROUNDS", 3)  # the quartiles of two samples are extrapolated, even below zero
     monkeypatch.setitem(norm.SWEEPS, "rows", [{"rows": 1, "cols": 16}])
     monkeypatch.setitem(norm.SWEEPS, "cols", [{"rows": 8, "cols": 1}])
     monkeypatch.setattr(program, "keep_pages", lambda: None)
     monkeypatch.setattr(program, "installed", lambda: ["ours", "torch"])
-    monkeypatch.setattr(blocks, "compile_for", lambda function, *_: function)  # `kernels` calls that of contenders.py
+    monkeypatch.setattr(blocks, "compile_for", lambda function, *_: function)  # `kernels` still compiles
     for name in blocks.BLOCKS.keys() - set(BLOCKS):
         monkeypatch.delitem(blocks.BLOCKS, name)
 

@@ -32,7 +32,7 @@ def run(*command, **options):
 
 
 def test_finds_torch_outside_the_isolation(tmp_path):
-    """Like pip, hide site-packages from the build by a sitecustomize.py on PYTHONPATH."""
+    """As pip does, a sitecustomize.py on PYTHONPATH hides site-packages from the build."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nsys.path[:] = [entry for entry in sys.path if not entry.endswith('-packages')]\n"
     )
@@ -192,7 +192,7 @@ def test_toolkit_is_found_behind_a_wrapper_of_nvcc(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(nvcc.parent), prepend=os.pathsep)
     fake = SimpleNamespace(__file__="/x/torch/__init__.py", version=SimpleNamespace(cuda="13.0"))
     monkeypatch.setattr(cuda, "torch", fake)
-    homes = list(cuda._likely_homes())
+    homes = list(cuda._likely_homes())  # from nvcc's path, its symlink's target, its TOP, and fixed folders
     assert (homes[0], homes[2], homes[-1]) == (tmp_path, Path("/real/toolkit"), Path("/x/nvidia/cu13"))
 
 
@@ -379,7 +379,7 @@ def test_metadata_describes_the_build():
 
 
 def test_source_distribution_has_the_documents_and_all_that_they_link_to(tmp_path):
-    """It is built from a copy, because it would add the files in a list that an earlier build has left behind."""
+    """A copy is built, without the list of files that an earlier build has left behind, which would be added."""
     ignored = shutil.ignore_patterns(".*_cache", ".git", "__pycache__", "build", "shared", "*.egg-info", "*.so")
     shutil.copytree(ROOT, tmp_path / "checkout", ignore=ignored)
     code = "import setuptools.build_meta; print(setuptools.build_meta.build_sdist('..'))"

@@ -1,4 +1,4 @@
-"""convert() finds a replacement by the attributes of a layer, and keeps its names, dtypes, copies and tools.
+"""convert() finds a replacement by a layer's attributes. Names and output dtypes stay; copies and tools still work.
 
 Each layer of the table LAYERS passes the same tests.
 """
@@ -53,7 +53,7 @@ class Images(torch.nn.LayerNorm):
 
 
 class Wide(torch.nn.RMSNorm):
-    """Returns float32 for float64 input. Names of its argument and attribute have other meanings in this package."""
+    """Returns float32 for float64 input. In this package, `output` and `num_groups` mean something else."""
 
     num_groups = 2
 
@@ -123,7 +123,7 @@ class GammaOfVideos(Gamma):
 
 
 class TorchsEps(WithParameters):
-    """Like NaViT's LayerNorm: the eps is torch's, and the bias is a buffer."""
+    """Like NaViT's LayerNorm: the eps is the default of F.layer_norm, and the bias is a buffer."""
 
     def __init__(self, width):
         super().__init__(gamma=width)
@@ -214,7 +214,7 @@ class CastsTheParameters(torch.nn.LayerNorm):
 
 
 class ComputesInFloat32(torch.nn.RMSNorm):
-    """Its eps of None is that of float32 for float64 input, too."""
+    """With eps=None, it has the machine epsilon of float32 for float64 input, too."""
 
     def forward(self, x):
         return super().forward(x.float()).to(x.dtype)
@@ -263,7 +263,7 @@ class GateFirst(torch.nn.Module):
 
 
 class GateFirstInGroups(GateFirst):
-    """Has the width of a group as an attribute, as Zamba2's and Nemotron-H's norms, and one called activation."""
+    """Has the width of a group and the activation as attributes, as Zamba2's and Nemotron-H's norms."""
 
     groups = property(lambda self: self.weight.shape[0] // self.group_size)
 
@@ -387,7 +387,7 @@ def test_layers_are_replaced_and_restored(cls):
     assert isinstance(layer, cls) and list(layer.state_dict()) == keys
     for inputs, results in zip(calls, expected, strict=True):
         actual = output_and_gradients(layer, inputs)
-        # Sums of 60 terms rounded by 1e-16 or 6e-8; an eps of 2e-16 or 1e-7.
+        # Sums of 60 terms rounded by 1e-16 or 6e-8. An eps of None is 2e-16 or, for layers in float32, 1e-7.
         tolerance = 1e-13 if actual[0].dtype == F64 and str(EPS_OF_FLOAT32) not in text else 1e-5
         for value, exact in zip(actual, results, strict=True):
             torch.testing.assert_close(value.double(), exact.double(), rtol=tolerance, atol=tolerance)
@@ -429,13 +429,13 @@ def test_output_dtypes_are_kept(cls):
         # An activation behind the norm rounds again. Arithmetic in float32 loses less than 1e-6.
         rtol = torch.finfo(actual.dtype).eps + 1e-6
         torch.testing.assert_close(actual.double(), exact.double(), rtol=rtol, atol=2e-6)
-    assert compared >= 4 or cls is CastsTheParameters  # which takes fewer
+    assert compared >= 4 or cls is CastsTheParameters  # takes fewer dtypes
 
 
 def converted_layer_of_narrow_inputs(cls):
     """Return a converted float32 layer, its inputs and the dtype of the original's output.
 
-    The inputs are bfloat16 if the layer takes that beside float32 parameters, so that output dtypes count.
+    The inputs are bfloat16 if the layer takes that beside float32 parameters, so that a wrong output dtype shows.
     """
     original, layer, inputs = converted_layer(cls)
     narrow = {name: x.to(BF16) for name, x in inputs.items()}
@@ -457,7 +457,7 @@ def test_arguments_keep_their_names_in_copies_and_tools(cls):
     pickled, file = pickle.dumps(layer), io.BytesIO()
     torch.save(layer, file)
     copies = [copy.deepcopy(layer), pickle.loads(pickled)]
-    _converted.converted_class.cache_clear()  # as in another process
+    _converted.converted_class.cache_clear()  # another process starts with an empty cache
     copies += [pickle.loads(pickled), torch.load(io.BytesIO(file.getvalue()), weights_only=False)]
     for other in (*copies, graph):
         torch.testing.assert_close(other(**inputs), expected, **SAME_BITS)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "restore_registry")
 @pytest.mark.parametrize("options", [{}, {"eps": 0.5}, {"elementwise_affine": False}, {"bias": False}], ids=str)
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 def test_torch_layers_of_any_shape_are_replaced_and_restored(name, shape, options):
-    """test_candidates.py compares results. A subclass is compared in its full shape."""
+    """test_candidates.py compares results. convert() compares torch's layers in small shapes, subclasses in full."""
     if name == "RMSNorm":
         options = {key: value for key, value in options.items() if key != "bias"}
     theirs, ours = getattr(torch.nn, name), getattr(layernorm_ext, name)
@@ -397,13 +397,13 @@ class Frozen(torch.nn.LayerNorm):
 
 
 class WithSlots(torch.nn.LayerNorm):
-    """Python refuses to give an instance a class without the slot."""
+    """Python changes the class of an instance only to one with the same slots, such as a subclass."""
 
     __slots__ = ("extra",)
 
 
 class ChangesOnce(torch.nn.LayerNorm):
-    """Its class changes only in the first of equal layers."""
+    """A layer whose class changes once; the second such layer refuses."""
 
     changes = 0
 
@@ -423,7 +423,7 @@ def raise_hostile_error(self, x):
     raise HostileError
 
 
-# Class -> a part of the reason; None if the layer is replaced.
+# Case -> the class of the layer, and a part of the reason for skipping it, or None if it is replaced.
 HOSTILE = {
     "slots": (WithSlots, None),
     "frozen": (Frozen, "FrozenInstanceError: cannot assign to field '__class__'"),
@@ -474,7 +474,7 @@ def test_an_encoder_whose_fast_path_cannot_be_disabled_is_reported():
     assert list(report.replaced) == ["0.norm1", "0.norm2", "1"] and "RuntimeError: refused" in report.skipped["0"]
 
 
-# Parameters that DeepSpeed has sharded: with one process, its ZeRO-3 does this to them. test_distributed.py has FSDP.
+# Parameters as DeepSpeed's ZeRO-3 changes them, simulated for one process. test_distributed.py has FSDP.
 
 
 class ParametersOfAModule(OrderedDict):

@@ -91,7 +91,7 @@ ROWS, IMAGES, VIDEOS = (2, 3, 8), (2, 8, 3, 4), (2, 8, 3, 4, 5)
 NORMALIZATION, AUTOENCODERS = "diffusers.models.normalization", "diffusers.models.autoencoders"
 TRANSFORMERS, PIPELINES = "diffusers.models.transformers", "diffusers.pipelines"
 X_TRANSFORMERS = "x_transformers.x_transformers.RMSNorm"
-# Each package that docs/convert.md lists -> classes, with their replacements and further arguments than the width.
+# Each package that docs/convert.md lists -> classes, with their replacements and the arguments after the width.
 PACKAGES = {
     "chronos": {"chronos.chronos2.layers.Chronos2LayerNorm": (RMSNorm,)},
     "clip": {"clip.model.LayerNorm": (LayerNorm,)},
@@ -206,7 +206,7 @@ REPLACED = {
 }
 GROUPED = [f"{HF}.zamba2.modeling_zamba2.Zamba2RMSNormGated"]
 GROUPED += [f"{HF}.nemotron_h.modeling_nemotron_h.NemotronHRMSNormGated"]
-# The class, further arguments than the width, options, and the start of the replacement's repr.
+# The class, the arguments after the width, options, and the start of the replacement's repr.
 LAYERS = [
     (path, arguments, {}, f"{cls.__name__}(")
     for classes in PACKAGES.values()
@@ -233,8 +233,9 @@ def test_a_layer_of_each_class_is_replaced_and_restored(path, arguments, options
     layer = make_layer(path, 8, *arguments, **options)
     with torch.no_grad():
         for parameter in layer.parameters():
-            parameter.fill_(1)  # one class leaves it undefined
+            parameter.fill_(1)  # one class leaves its weight uninitialized
     randomize(layer)
+    # Classes with two arguments after the width are for videos.
     images = VIDEOS if len(arguments) == 2 else (2, 8, 5) if "Squeeze" in path else IMAGES
     names, cls, keys = list(inspect.signature(layer.forward).parameters), type(layer), list(layer.state_dict())
     inputs = torch.randn(len(names), *(images if "2d(" in text else ROWS)).unbind()
@@ -261,7 +262,7 @@ def test_the_document_lists_these_packages():
         (f"{HF}.cohere.modeling_cohere.CohereLayerNorm", [(2, 8)], "not LayerNorm"),
         (f"{NORMALIZATION}.RMSNorm", [(2, 8), 1e-6], "not RMSNorm"),
         (f"{NORMALIZATION}.RMSNorm", [8, 1e-6, True, True], "not LayerNorm"),
-        # It refuses input of four dimensions, and removes a dimension of size 1.
+        # The class refuses input of four dimensions, and removes a dimension of size 1.
         (f"{HF}.falcon_h1.modeling_falcon_h1.FalconH1RMSNormGated", [8], "not GatedRMSNorm"),
     ],
 )

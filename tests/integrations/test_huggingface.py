@@ -150,7 +150,7 @@ def test_every_decorated_class_of_transformers_gets_its_output_and_dtype(kernels
 
 
 def test_calls_that_the_original_refuses_are_refused(kernels):
-    """A missing gate of a class that needs one, and groups that do not divide the width."""
+    """The gate is missing for a class that needs one, or groups do not divide the width."""
     x = torch.randn(3, 8)
     for cls, name in decorated_classes():
         has_groups = "group_size" in inspect.signature(cls).parameters

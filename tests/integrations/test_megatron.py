@@ -21,14 +21,14 @@ NORMS = 2 * 4 + 1  # two layers with norms of input, queries, keys and MLP input
 
 @pytest.fixture(scope="module")
 def hook():
-    """Return layernorm_ext.integrations.megatron, with one process as every group of Megatron."""
+    """Return layernorm_ext.integrations.megatron, with one process in each of Megatron's process groups."""
     # Megatron warns that Apex is missing.
     with warnings.catch_warnings(action="ignore"), pytest.MonkeyPatch.context() as patch:
         pytest.importorskip("megatron.core")
         from megatron.core import parallel_state, tensor_parallel
 
         module = importlib.import_module("layernorm_ext.integrations.megatron")
-        # It allocates buffers and draws random numbers on the current GPU.
+        # Megatron allocates buffers and draws random numbers on the current GPU.
         patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
         tracker = types.SimpleNamespace(fork=contextlib.nullcontext)
         patch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)

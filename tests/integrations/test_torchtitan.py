@@ -57,7 +57,7 @@ def test_llama_computes_what_it_computes_with_torchs_norms(hook, common):
     norms = [module for module in ours.modules() if isinstance(module, torch.nn.RMSNorm)]
     assert len(norms) == 5 and {type(norm) for norm in norms} == {hook.RMSNorm}
     ours.init_states()
-    assert all((norm.weight == 1).all() for norm in norms)  # by param_init of the config
+    assert all((norm.weight == 1).all() for norm in norms)  # as the config's param_init sets them
     ours.load_state_dict(theirs.state_dict())
 
     tokens = torch.randint(2048, (2, 8))

@@ -46,7 +46,7 @@ def test_numbers_of_rows(backend, dtypes, rows):
 
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32)], ids=dtypes_id)
 def test_rows_of_more_than_a_million_elements(backend, dtypes):
-    """The sums of the chunks of such rows are added in groups, so that errors grow with neither number."""
+    """The sums of the chunks of such rows are added in groups, so that errors do not grow with their number."""
     x, dy, w, b = random_args(backend, dtypes, 2, (1 << 20) + 1, offset=100)
     check(run(backend, x, dy, w, b), x, dy, w, b)
 
@@ -92,7 +92,7 @@ def test_large_means_lose_no_precision(backend, run, dtypes, offset):
 
 @pytest.mark.parametrize("cols", [64, 768, 5000])
 def test_error_at_a_mean_of_10_000(backend, cols):
-    """At most 5e-7 of the largest gradient. torch is off by 1.7e-4 for grad_input and 5.3e-4 for grad_weight."""
+    """Errors are at most 5e-7 of the largest gradient. torch's are 1.7e-4 in grad_input and 5.3e-4 in grad_weight."""
     x, _, w, b = random_args(backend, (F32, F32), 64, cols, offset=1e4)
     dy = randn((64, cols), F32, backend.device)
     results = run(backend, x, dy, w, b)
@@ -114,13 +114,13 @@ def test_parameter_gradients_of_equal_terms(backend, run, dtypes, cols):
         for value in (1 / 3, 0.7, 1.2345678, 1.1):
             dy = torch.full((rows, cols), value, dtype=dtypes[0], device=backend.device)
             gradients = run(backend, x, dy, w, w, mask=[False, True, True]).gradients
-            total = rows * dy[:1].double()  # in float64, one row of it has the same gradients
+            total = rows * dy[:1].double()  # as one float64 row, it has the gradients of all rows
             check_backward(gradients, total, x[:1], w, w, context=(rows, value), sum_error=sum_error)
 
 
 @pytest.mark.parametrize("dtypes", [(F16, F16), (BF16, BF16), (BF16, F32)], ids=dtypes_id)
 def test_parameter_gradients_of_many_rows(backend, dtypes):
-    """At most 0.3 % off, which leaves room for one rounding to bf16 (0.2 %). torch is off by up to 42 %."""
+    """The error is at most 0.3 %, which leaves room for one rounding to bf16 (0.2 %). torch is off by up to 42 %."""
     x, dy = (randn((65536, 16), dtypes[0], backend.device) for _ in range(2))
     w = randn(16, dtypes[1], backend.device)
     results = run(backend, x, dy, w, w, mask=[False, True, True])
@@ -134,7 +134,7 @@ def test_parameter_gradients_of_many_rows(backend, dtypes):
 
 
 def smallest_eps(backend, dtype):
-    """Return the least eps to test tiny rows with. In the CUDA kernels their squares underflow: eps must hide it."""
+    """Return the least eps with which tiny rows are exact. In the CUDA kernels, their squares underflow."""
     return 0.0 if backend.name == "cpu" else 1e-280 if dtype == F64 else 1e-30
 
 
@@ -171,19 +171,19 @@ CONSTANTS = [0.0, -0.0, 1.0, 0.1, -0.7, 1 / 3, 3.14159265, 1e-3, 1234.567, -5432
 @all_dtypes
 @pytest.mark.parametrize("eps", [1e-5, 1e-20, 1e-45, 1e-300])
 def test_constant_rows_give_exactly_the_bias(backend, run, dtypes, eps):
-    """Whatever the mean is off by is divided by sqrt(eps), and added to the bias.
+    """An error of the mean would be divided by sqrt(eps) and added to the bias.
 
     A mean is not exact if it multiplies a sum by 1 / cols, adds many numbers such as 0.1, or overflows. With an exact
-    one, the gradient of the weight is zero, and that of the input finite if 1 / sqrt(eps) is.
+    mean, the gradient of the weight is zero, and that of the input finite if 1 / sqrt(eps) is.
     """
     eps = max(eps, smallest_eps(backend, dtypes[0]))
     limits = torch.finfo(dtypes[0])
     # The sums of 3 to 37 of the numbers between 0 and 1 round.
     values = [limits.max, -limits.max / 4, 1e4, -3, 0, limits.tiny, 0.7, -0.1, 1 / 3, 0.9999999]
-    is_usual = eps == 1e-5
-    values = torch.tensor([*values, *CONSTANTS] if is_usual else values, dtype=F64).to(dtypes[0])
-    usual_columns = (1, 2, 3, 5, 7, 10, 37, 49, 64, 100, 257, 768, 1000, 1024, 1537, 4999)
-    for cols in usual_columns if is_usual else (1, 3, 37, 1024):
+    is_default_eps = eps == 1e-5
+    values = torch.tensor([*values, *CONSTANTS] if is_default_eps else values, dtype=F64).to(dtypes[0])
+    all_columns = (1, 2, 3, 5, 7, 10, 37, 49, 64, 100, 257, 768, 1000, 1024, 1537, 4999)
+    for cols in all_columns if is_default_eps else (1, 3, 37, 1024):
         x = values[:, None].repeat(1, cols).to(backend.device)
         dy, w, b = (
             randn(*each, backend.device) for each in ((x.shape, dtypes[0]), (cols, dtypes[1]), (cols, dtypes[1]))
@@ -284,7 +284,7 @@ def test_nan_and_inf_stay_in_their_row(backend, run, dtype, value, cols):
 @pytest.mark.parametrize("exponents", [(-60, -80), (-21, -100), (-19, -100), (19, 100), (21, 100), (60, 80)], ids=str)
 @rows_and_images
 def test_products_outside_the_range(backend, run, exponents):
-    """dy * (x - mean) overflows or underflows for x and dy of these powers of 2, and dy * xhat does not."""
+    """dy * (x - mean) overflows or underflows for x and dy of these powers of 2, but dy * xhat does not."""
     for cols in (3, 64, 700):
         x, dy = (randn((5, cols), F32, backend.device) * 2.0**exponent for exponent in exponents)
         w, b = (randn(cols, F32, backend.device) for _ in range(2))
@@ -317,7 +317,7 @@ def test_more_than_2_to_the_31_elements(backend, images):
         return tensor.mT if images else tensor
 
     nonzero = [0, 1, rows // 3, rows // 2, rows - 2, rows - 1]
-    zeros = [row for row in range(0, rows, rows // 1000) if row not in nonzero]  # to check
+    zeros = [row for row in range(0, rows, rows // 1000) if row not in nonzero]  # they are checked, too
     for tensor in (as_rows(x), as_rows(dy)):
         tensor[:, nonzero] = randn((samples, len(nonzero), cols), BF16, backend.device)
     w, b = (randn(cols, BF16, backend.device) for _ in range(2))

@@ -264,6 +264,7 @@ def test_eps_with_a_default_must_be_a_number(norm):
         shape = () if norm.__name__.endswith("2d") else ((4,),)
         return module(*inputs) if module else norm(*inputs, *shape, eps=None)
 
+    # The error of a module names its function: add_rms_norm() for AddRMSNorm.
     name = re.sub("(?<=[a-z])(?=[A-Z2])", "_", norm.__name__.replace("RMS", "Rms")).lower() if module else norm.__name__
     assert_refused_in_every_mode(call, rf"{name}\(\): argument 'eps'.* must be float, not NoneType$")
 
@@ -304,7 +305,10 @@ def test_num_groups_may_be_any_integer(num_groups):
 # The public functions and modules
 
 ROWS, IMAGES = torch.ones(3, 5, 8), torch.ones(2, 3, 4, 4)
-LAYER_NORM_2D, RMS_NORM_2D = layernorm_ext.LayerNorm2d(4), layernorm_ext.RMSNorm2d(4)  # torch.compile creates none
+LAYER_NORM_2D, RMS_NORM_2D = (
+    layernorm_ext.LayerNorm2d(4),
+    layernorm_ext.RMSNorm2d(4),
+)  # created outside of compiled code
 OF_ROWS = (
     "Expected {0} of shape [*batch, 8], where batch are the input's first batch sizes or 1, but got {0} of shape {1} "
 )

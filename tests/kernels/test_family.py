@@ -1,7 +1,7 @@
 """The results of the operators match float64, for every size and with every option.
 
-The options are RMSNorm, residuals, zero-centred weights, backward from the output, images, and samples: rows that share
-parameters of their own. test_gates.py has the gates; test_forward.py and test_backward.py have hard inputs.
+The options are RMSNorm, residuals, zero-centered weights, backward from the output, images, and samples: rows that
+share parameters of their own. test_gates.py has the gates; test_forward.py and test_backward.py have hard inputs.
 """
 
 import itertools
@@ -145,7 +145,7 @@ def test_absent_parameters_and_masks(backend, run, dtypes, rms):
     variant = {"rms": rms, "zero_centered_weight": rms}
     shared = [((rows,), w, b) for rows, w, b in itertools.product((3, 600), ((), None), ((), None))]
     cases = [(batches, cols) for batches in shared for cols in (40, 1100, 5000) if batches[0] == (3,) or cols == 40]
-    takes_images = run is run_pixels  # these have no residual, and no parameters that vary within an image
+    takes_images = run is run_pixels  # images have no residual, and no parameters that vary within an image
     for name, batches in BATCH_SIZES.items():
         if not takes_images or "per sample" in name or name == "shared":
             cases.append((batches, 40))
@@ -186,11 +186,11 @@ TRIPLES = [(x, w, b) for x, w, b in itertools.product(FLOATS, repeat=3) if w != 
 @pytest.mark.parametrize("dtypes", TRIPLES, ids=lambda dtypes: "-".join(map(dtypes_id, dtypes)))
 @rms_or_not
 def test_parameters_of_other_dtypes_match_float64(backend, dtypes, rms):
-    """The results also have the bits that they have for parameters converted to the accumulation type beforehand.
+    """The results also have the bits of a call whose parameters were converted to the accumulation type.
 
     The gradient of an absent parameter, if requested, has the dtype of the other one.
     The bounds do not allow for the conversion of a float64 parameter to float32, one more rounding of 2^-24. They hold
-    because they are 8 such roundings, of which random rows reach half. test_functions.py tests derivatives, images and
+    because they are 8 such roundings, and random rows reach half. test_functions.py tests derivatives, images and
     residuals with such dtypes.
     """
     options = {"rms": rms, "zero_centered_weight": rms}
@@ -220,7 +220,7 @@ def test_gradients_from_the_output_match_float64(backend, dtypes, variant):
     cases = [((3,), *present) for present in (((), ()), ((), None), (None, ()))]
     cases = [*itertools.product(cases, (5, 200, 1100, 5000), (0.5, 2.0**-16))]
     cases += [*itertools.product((BATCH_SIZES[name] for name in names), (5, 200, 1100), (0.5,))]
-    for batches, cols, smallest in cases:  # smallest: of the weights, which divide
+    for batches, cols, smallest in cases:  # backward divides by weights of at least `smallest`
         x, dy, w, b = arguments(batches, cols, dtypes, backend.device)
         x, dy = x + 1, dy + 1
         if w is not None:

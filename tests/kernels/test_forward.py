@@ -65,7 +65,7 @@ def test_ties_round_to_even(backend, dtypes, cols):
 
 @pytest.mark.parametrize("dtype", [F64, F32], ids=dtypes_id)
 def test_values_a_few_units_apart(backend, dtype):
-    """Rounding the mean of values that differ only in their last bits takes as much as the deviations from it."""
+    """If values differ only in their last bits, rounding their mean errs by as much as they deviate from it."""
     for exponent in (0, 10, 20):
         one = torch.tensor(2.0**exponent, dtype=dtype)
         unit = torch.finfo(dtype).eps * one

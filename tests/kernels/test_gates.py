@@ -96,8 +96,8 @@ def test_gates_of_other_dtypes_match_float64(backend, dtypes, gate_dtype):
 @pytest.mark.parametrize("rows", [5, 700])
 def test_expanded_parameters_have_a_gradient_for_each_sample(backend, dtypes, rows):
     x, residual, *parameters, dy, grad_sum = gated_residual_arguments(backend, ((3, rows), (), ()), 40, dtypes)
-    for expanded in ({0, 1}, {2}, {0, 1, 2}):  # weight and bias; the gate; all
-        views = [p.clone().expand(3, 1, 40) if i in expanded else p for i, p in enumerate(parameters)]  # aligned
+    for expanded in ({0, 1}, {2}, {0, 1, 2}):  # weight and bias; the gate; all three. Their clones are aligned.
+        views = [p.clone().expand(3, 1, 40) if i in expanded else p for i, p in enumerate(parameters)]
         check_gated_residual(backend, x, residual, *views, dy, grad_sum)
 
 
@@ -109,7 +109,7 @@ def test_a_gate_of_ones_changes_no_bit(backend):
     arguments = (dy, expected[1], (100,), *expected[2:], w, b)
     plain = backend.backward(*arguments, [True] * 3, grad_sum)
     gradients = backend.ops.backward(*arguments, ALL, grad_sum, None, ones, x)
-    assert_same_bits(gradients[:5], [*plain, None, plain[0]])  # of gate None, and of scaled_input as of the sum
+    assert_same_bits(gradients[:5], [*plain, None, plain[0]])  # scaled_input has the gradient of the sum
     for index in range(6):  # each gradient alone
         mask = [i == index for i in range(6)]
         some = backend.ops.backward(*arguments, mask, grad_sum, None, ones, x)
@@ -232,7 +232,7 @@ ANOTHER_ORDER = {"rtol": 1e-12, "atol": 1e-12}
 @pytest.mark.parametrize("mode", ["eager", "kernel", "aten"])
 @pytest.mark.parametrize("has_gate", [False, True])
 def test_one_parameter_of_groups_may_be_shared_by_all_rows(shapes, mode, has_gate):
-    """The weight or the bias is; the other parameter is per sample, per position or per row."""
+    """Either the weight or the bias is shared; the other one is per sample, per position or per row."""
     x, w, b = (torch.randn(shape, dtype=F64, requires_grad=True) for shape in ((4, 9, 12), *shapes))
     gate = torch.randn(4, 9, 12, dtype=F64) if has_gate else None
 

@@ -19,7 +19,7 @@ TESTS = Path(__file__).parent
 FILES = [str(TESTS / f"test_{name}.py") for name in ("bits", "forward", "backward", "family", "invariance")]
 
 # The instruction set changes the width of vectors, and with it the tails of rows, conversions between dtypes, aligned
-# stores, and the order of summation. The dtypes of the first line cover each conversion, and bfloat16 all stores. Tests
+# stores, and the order of summation. The dtypes in SELECTED cover each conversion, and bfloat16 all stores. Tests
 # of NaN, of rounding, of promised errors and of writes outside of results run with all dtypes. The tests that are left
 # out concern the host's code, or loops that are the same for each set; test_bits.py runs every member of the family.
 SELECTED = (

@@ -89,7 +89,7 @@ def test_layout_of_images(backend, dtype, layout):
     The statistics that backward gets may have any layout too.
     """
     x, dy, w, b = random_args(backend, (dtype, dtype), 2, 6, 4, 10)
-    # The kernels for rows normalize images of these layouts, as those that are channels_last.
+    # The kernels for rows normalize images of these layouts, as they do channels_last images.
     takes_kernels_for_rows = layout in (transposed, transposed_pixels, sliced_channels_last)
     for views in ((layout(x), dy), (x, layout(dy))):
         same_kernels = channels_last(x) if takes_kernels_for_rows and views[1] is dy else x
@@ -178,7 +178,7 @@ def test_address_of_every_tensor(dtypes, cols):
     remainder. They have the bits of results with one row, which is aligned.
     """
     dtype, parameter_dtype, residual_dtype = dtypes
-    rows = 33 if cols % 2 else 17  # a vector has up to 32 elements, of which rows of an even width begin at each second
+    rows = 33 if cols % 2 else 17  # a vector has up to 32 elements, and rows of an even width begin at even ones
     x, r, dy = (randn((rows, cols), t) for t in (dtype, residual_dtype, dtype))
     w, b = (randn(cols, parameter_dtype) for _ in range(2))
     expected = run(installed("cpu"), x, dy, w, b, residual=r, grad_sum=r)
@@ -200,7 +200,7 @@ def test_address_of_every_tensor(dtypes, cols):
 def test_rows_of_large_outputs_have_the_bits_of_small_outputs(use_threads, dtypes, rows, cols):
     """Outputs from 16 MiB on have streaming stores, which need aligned addresses in each row and each thread's part.
 
-    The parts are too small for them, except the row of float64.
+    The parts are too small for them, except a row of 2,097,704 columns of float64.
     """
     x, _, w, b = random_args(installed("cpu"), dtypes, rows, cols)
     for threads in (1, 4):
@@ -355,7 +355,7 @@ def test_repeated_calls_from_two_python_threads(backend):
     ids=dtypes_id,
 )
 def test_functions_depend_on_neither_threads_nor_strides_nor_other_rows(use_threads, member, dtype, rows, cols):
-    """Nor on which tensors require gradients. The tensors are slices of a fused projection."""
+    """Results do not depend on which tensors require gradients either. The tensors are slices of a fused projection."""
     projection, parameters = randn((rows, 3 * cols), dtype), [randn(cols, statistics_dtype(dtype)) for _ in range(2)]
     views = [projection[:, :cols], projection[:, 2 * cols :]]
 
@@ -369,7 +369,7 @@ def test_functions_depend_on_neither_threads_nor_strides_nor_other_rows(use_thre
     use_threads(1)
     expected = results([t.contiguous() for t in views] + parameters)
     last = results([t[-1:] for t in views] + parameters)
-    assert_same_bits(last[:-2], [t if t is None else t[-1:] for t in expected[:-2]])
+    assert_same_bits(last[:-2], [t if t is None else t[-1:] for t in expected[:-2]])  # all but dw and db
     use_threads(4)
     assert_same_bits(results([*views, *parameters]), expected)
     outputs, gradients = expected[:-4], expected[-4:]

@@ -111,7 +111,7 @@ def test_backward_refuses_saved_tensors_that_were_freed():
 
 @pytest.mark.parametrize("memory_efficient", [False, True])
 def test_batched_backward_refuses_saved_tensors_that_were_freed(memory_efficient):
-    """aten's operations, which compute it within vmap, would end the process."""
+    """Within vmap, aten's operations compute backward. They would crash the process by reading freed memory."""
     x, w = torch.randn(3, 8, requires_grad=True), torch.randn(8)
     y = layernorm_ext.layer_norm(x, (8,), w, memory_efficient=memory_efficient)
     w.untyped_storage().resize_(0)
@@ -166,7 +166,7 @@ def not_in_place(add, x, r):
 def test_retained_gradient_and_hooks_of_a_residual_changed_in_place(add):
     """The residual has become the sum, so its retained gradient and its hooks get the gradient of the sum.
 
-    As for any tensor that was changed in place, this is the gradient by its later uses alone, without the norm.
+    As for any tensor that was changed in place, this gradient comes from its later uses alone, not from the norm.
     """
     x, leaf = torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE, requires_grad=True)
     residual = leaf * 2
@@ -178,7 +178,7 @@ def test_retained_gradient_and_hooks_of_a_residual_changed_in_place(add):
     assert total is residual and len(gradients_in_hook) == 1
 
     for gradient in (residual.grad, gradients_in_hook[0]):
-        torch.testing.assert_close(gradient, -total.detach().sin(), rtol=0, atol=1e-6)  # one float32 function
+        torch.testing.assert_close(gradient, -total.detach().sin(), rtol=0, atol=1e-6)  # the error of one sine
 
     total = (x.detach() + leaf.detach() * 2).requires_grad_()
     output = not_in_place(add, torch.zeros(SHAPE), total)[0]
@@ -192,7 +192,7 @@ def test_a_residual_of_inference_mode_is_refused_outside_of_it(add):
     with torch.inference_mode():
         residual = torch.randn(SHAPE)
         before = residual.clone()
-        add(torch.randn(SHAPE), residual.clone())  # within the mode
+        add(torch.randn(SHAPE), residual.clone())  # accepted within the mode
     for requires_grad in (False, True):
         with pytest.raises(RuntimeError, match="^Inplace update to inference tensor outside InferenceMode"):
             add(torch.randn(SHAPE, requires_grad=requires_grad), residual)
@@ -213,7 +213,7 @@ def test_a_weight_that_is_a_view_of_the_residual_is_refused(add):
 @pytest.mark.parametrize("name", ["input", "weight", "bias"])
 @pytest.mark.parametrize("start", [0, 992, 1920])
 def test_slices_beside_the_residual_are_read_before_it_changes(backend, name, start):
-    """Torch cannot tell whether strided slices of a buffer overlap the residual: those that may are copied first."""
+    """Torch cannot tell whether strided slices of a buffer overlap the residual. Slices that may are copied first."""
     buffer = randn((4096,), F32, backend.device)
     residual, other = buffer[960:1920].view(3, 5, 64), buffer[start : start + 1920].view(3, 5, 128)[..., :64]
     x = randn((3, 5, 64), F32, backend.device)

@@ -28,7 +28,7 @@ class Backend:
     device: str
     ops: object  # torch.ops.layernorm, or the namespace of the emulated operators
     layer_norm: Callable  # (input, normalized_shape, weight, bias, eps) -> output, differentiable
-    limits: Callable = contextlib.nullcontext  # makes the context manager in which a test runs
+    limits: Callable = contextlib.nullcontext  # makes the context of a test: limits of the emulated GPU
 
     @property
     def forward(self):  # (input, normalized_shape, weight, bias, eps) -> output, mean, rstd
@@ -61,9 +61,9 @@ def emulated(name, mode="plain", **limits):
 
 
 # Forward keeps short rows in registers. Other rows, and all rows of backward, are staged in the shared memory of a
-# block or of a cluster of blocks, or take two launches, which read them twice. By these limits of the emulated GPU,
-# short rows take each path: with path_limit=0, registers hold no row, a block holds 32 vectors of a row, and shared
-# memory holds no image; compute capability 8.0 has no clusters.
+# block or of a cluster of blocks, or take two launches, which read them twice. Limits of the emulated GPU make short
+# rows take each path: with path_limit=0, registers hold no row, a block holds 32 vectors of a row, and shared memory
+# holds no image; compute capability 8.0 has no clusters.
 PATHS = {
     "registers": {},
     "clusters": {"path_limit": 0},

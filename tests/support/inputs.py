@@ -108,7 +108,7 @@ def tiny_rows(dtype, cols):
 
 
 def lazy_zeros(shape, device):
-    """Return zeros of bfloat16. On a CPU, pages of memory that are never written take none."""
+    """Return zeros of bfloat16. On a CPU, pages that are never written take no memory."""
     if device == "cpu":
         return torch.from_numpy(np.zeros(shape, np.int16)).view(BF16)
     size = math.prod(shape) * BF16.itemsize

@@ -32,7 +32,7 @@ def save_and_load(scripted):
 
 
 class ViewOfNorm(torch.nn.Module):
-    """A norm of a convolution's transposed output, and a view of the norm, which must be contiguous for it."""
+    """A norm of a convolution's transposed output. view() fails unless the output of the norm is contiguous."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ class ViewOfNorm(torch.nn.Module):
 
 
 class MyNorm(torch.nn.Module):
-    """RMSNorm with a zero-centred weight and an eps called `small`: convert() needs build_ours() for it."""
+    """RMSNorm with a zero-centered weight and an eps called `small`: convert() needs build_ours() for it."""
 
     def __init__(self, width):
         super().__init__()

@@ -1,8 +1,8 @@
 """Random calls of every operator, most of them invalid: see test_operator_calls.py.
 
 Each call must raise an error that names an argument, or return the results of the formulas in float64. The shape
-functions, which torch calls for meta tensors, must give the same errors, shapes, dtypes and strides. A seed makes a
-call: ``python -m support.operator_calls 0 100000`` makes those of 100,000 seeds and prints what is wrong. With
+functions, which torch calls for meta tensors, must give the same errors, shapes, dtypes and strides. A seed determines
+a call: ``python -m support.operator_calls 0 100000`` makes the calls of 100,000 seeds and prints each fault. With
 ``--show`` it also prints each seed before its call, so that the last one belongs to a call that crashes.
 """
 
@@ -21,7 +21,7 @@ OPERATORS = {
     name: getattr(getattr(torch.ops.layernorm, name.partition(".")[0]), name.partition(".")[2] or "default")
     for name in ("forward", "forward.fused", "forward_.fused", "backward")
 }
-CHECKS = {"check": torch.ops.layernorm.check.default}
+CHECKS = {"check": torch.ops.layernorm.check.default}  # the checks of forward.fused alone
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 # Relative to the largest result. Rounding errors are 100 times smaller, and wrong formulas are off by about 1.
@@ -61,7 +61,7 @@ def valid_call(name, rng):
         """Return numbers in [least, least + 1), which may be divisors."""
         # Parameters of images do not differ between pixels, the dimensions of the batch after the first one.
         own = [size if d == 0 or not images else 1 for d, size in enumerate(parameter_batch)]
-        first = own[:1] if images else own[: rng.randint(0, len(own))]  # the others may be absent
+        first = own[:1] if images else own[: rng.randint(0, len(own))]  # the later batch dimensions may be absent
         sizes = rng.choice([shape, (*own, *shape), (*[1] * len(batch), *shape), (*first, *shape)])
         values = lay_out(torch.rand(sizes, dtype=torch.float64)) + least
         return values.to(rng.choice([dtype, accumulation_dtype, rng.choice(DTYPES)]))
@@ -230,8 +230,8 @@ def backward(
 ):  # fmt: skip
     """Return the gradients by their names, from the given rstd and, with memory_efficient, from the output."""
     factor, derivative = (None, None) if gate is None else activate(gate, sigmoid)[:2]
-    is_before, is_after = gate is not None and gate_first, gate is not None and not gate_first
-    x, dy = input * factor if is_before else input, grad_output * factor if is_after else grad_output
+    gates_input, gates_output = gate is not None and gate_first, gate is not None and not gate_first
+    x, dy = input * factor if gates_input else input, grad_output * factor if gates_output else grad_output
     w, b = 1 if weight is None else weight + zero_centered_weight, 0 if bias is None else bias
     xhat = (x - b) / w if memory_efficient else x * rstd  # with memory_efficient, the input is forward's output
     xhat = xhat if rms else xhat - xhat.mean(-1, keepdim=True)
@@ -242,9 +242,9 @@ def backward(
     row = x.shape[-1 if num_groups in (None, 1) else -2 :]
     shape = next((p.shape for p in (weight, bias) if p is not None), row)
     shapes = (shape if p is None else p.shape for p in (weight, bias))
-    results = [dx * factor if is_before else dx, *map(torch.Tensor.sum_to_size, (dy * xhat, dy), shapes)]
-    results.append(dx * input * derivative if is_before else None)
-    if is_after:
+    results = [dx * factor if gates_input else dx, *map(torch.Tensor.sum_to_size, (dy * xhat, dy), shapes)]
+    results.append(dx * input * derivative if gates_input else None)
+    if gates_output:
         results[3] = grad_output * (xhat * w + b) * derivative
     results.append(None if input_scale is None else input_scale * dx)
     results.append(None if scaled_input is None else (scaled_input * dx).sum_to_size(input_scale.shape))
@@ -268,7 +268,7 @@ def like(value):
     """Return a meta tensor with the shape, strides and dtype of a plain tensor; another value as it is."""
     if not isinstance(value, torch.Tensor):
         return value
-    strides = [0] * value.dim() if value._is_zerotensor() else value.stride()  # the kernels get one zero, expanded
+    strides = [0] * value.dim() if value._is_zerotensor() else value.stride()  # the kernels get an expanded zero
     return torch.empty_strided(value.shape, strides, dtype=value.dtype, device="meta")
 
 
@@ -308,7 +308,7 @@ def fault(name, args):
             if not named or any(word in actual for word in INTERNAL):
                 return f"the error names no argument: {actual}"
         if not plain or actual.startswith(TORCH_ERRORS) or "ot allocated" in actual:
-            return None
+            return None  # meta tensors do not raise these errors
         expected = outcome(function, {key: like(value) for key, value in args.items()})
         return None if actual == expected else f"the shape function says {expected!r}, and the operator {actual!r}"
     if name in CHECKS:

@@ -19,7 +19,7 @@ T5 = {"d_ff": 24, "num_decoder_layers": 2, "use_cache": False}  # torch 2.11 can
 WHISPER = {"num_key_value_heads": 2, "decoder_attention_heads": 2, "decoder_layers": 1, "encoder_ffn_dim": 24}
 WHISPER |= {"decoder_ffn_dim": 24, "num_mel_bins": 4, "max_source_positions": 10, "max_target_positions": 16}
 CONVNEXT = {"hidden_sizes": [8] * 4, "depths": [1] * 4, "num_hidden_layers": 4, "patch_size": 4}
-# Without experts ("mlp_only_layers"), whose operators take no float64.
+# "mlp_only_layers" replaces the experts, whose operators take no float64, by an MLP.
 QWEN3_NEXT = {"layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1]}
 QWEN3_NEXT |= {"linear_num_value_heads": 2, "linear_num_key_heads": 1}
 QWEN3_NEXT |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
@@ -80,7 +80,7 @@ def build_model(name, options):
 
 
 def build_inputs(model, dtype):
-    """Return a model's first argument and, if it has them, those of its decoder or the condition of its diffusion."""
+    """Return a model's first argument and, if it has them, the decoder's or those that condition its diffusion."""
     shapes = {"pixel_values": (2, 3, 32, 32), "x": (2, 3, 32, 32), "input_features": (2, 4, 20), "src": (2, 5, 16)}
     shapes["hidden_states"] = (2, 4, 8, 8)
     first, *others = inspect.signature(model.forward).parameters
@@ -113,7 +113,7 @@ def assert_close(actual, expected, tolerance):
 
 
 class Float64Throughout(torch.overrides.TorchFunctionMode):
-    """Replaces conversions to float32 by conversions to float64, with which the layers of transformers would round."""
+    """Replaces conversions to float32, with which layers of transformers would round, by conversions to float64."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         function = torch.Tensor.double if function is torch.Tensor.float else function

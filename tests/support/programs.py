@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 import layernorm_ext
 from support.reference import F64
 
-# The arguments of a program: activations, parameters of all rows, per sample, and per position.
+# The arguments of a program: activations; parameters for all rows, per sample (s, h, g), and per position (p).
 SHAPES = {"x": (2, 3, 8), "r": (2, 3, 8), "q": (3, 2, 8), "w": (8,), "b": (8,)}
 SHAPES |= {"s": (2, 1, 8), "h": (2, 1, 8), "g": (2, 1, 8), "p": (1, 3, 8)}
 NAMES = {"torch": torch, "F": F, "no_grad": torch.no_grad}
@@ -124,7 +124,7 @@ def source(seed, templates=TEMPLATES):
     Each line is drawn, and then executed to see whether it raises an error and which tensors it makes.
     """
     rng = random.Random(seed)
-    torch.default_generator.manual_seed(seed)  # of dropout and rand_like
+    torch.default_generator.manual_seed(seed)  # for dropout and rand_like
     tensors = dict(zip(SHAPES, (leaf.clone() for leaf in inputs(seed)), strict=True))
     lines = []
 
@@ -154,7 +154,7 @@ def source(seed, templates=TEMPLATES):
         after = {name: value for name, value in variables.items() if isinstance(value, torch.Tensor)}
         if "norm" in line and list(after.values())[-1].dtype != F64:
             continue  # the line multiplies the norm by float32 numbers
-        # Errors are compared with the largest element, so that larger numbers would hide them.
+        # The tolerance is relative to the largest element, so large numbers would hide errors.
         if all(value.abs().max() < 100 for value in after.values() if value.numel()):
             tensors = after
             lines.append(line)
@@ -203,7 +203,7 @@ class Tracer(torch.fx.Tracer):
 
 
 class RecordValues(torch.fx.Interpreter):
-    """Runs a graph and writes the value of each node where Dynamo does."""
+    """Runs a graph and stores the value of each node in its metadata, as Dynamo does."""
 
     def run_node(self, node):
         node.meta["example_value"] = super().run_node(node)
@@ -234,7 +234,7 @@ def graph_of(text, seed):
 def results_of(function, seed):
     """Return a program's outputs, its arguments, which it may have changed, and the gradients of all these.
 
-    The gradients are those by the inputs, of which the arguments are copies.
+    The gradients are with respect to inputs(seed), whose copies are the arguments.
     """
     torch.default_generator.manual_seed(seed)
     leaves = inputs(seed)

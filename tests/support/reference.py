@@ -2,7 +2,7 @@
 
 float64 results are checked in numpy's long double (64-bit mantissa on x86, 113-bit on Arm). Its exponent range also
 holds the square of every double. All other results are checked in float64. The arrays of the checks are [rows, cols].
-Names that begin with abs_ are magnitudes, which bounds of errors multiply.
+Names that begin with abs_ are magnitudes, to which error bounds are proportional.
 """
 
 import functools
@@ -24,7 +24,7 @@ RESIDUALS = [(*dtypes, dtypes[0]) for dtypes in DTYPES] + [(*dtypes, F32) for dt
 
 
 def dtypes_id(value):
-    """Return the id of a dtype or a tuple of dtypes, and of any other value its string."""
+    """Return the test id of a dtype, a tuple of dtypes, or any other value."""
     if not isinstance(value, tuple):
         return NAMES.get(value, str(value))
     return "-".join(dict.fromkeys(NAMES[dtype] for dtype in value))
@@ -52,7 +52,7 @@ class Forward:
         if not rms:
             rounded_mean = x.mean(-1, keepdims=True)
             deviation = x - rounded_mean
-            mean_error = deviation.mean(-1, keepdims=True)  # what rounding took from the mean
+            mean_error = deviation.mean(-1, keepdims=True)  # the rounding error of the mean, negated
             self.mean = rounded_mean + mean_error
             deviation = deviation - mean_error
         self.rstd = ((deviation**2).mean(-1, keepdims=True) + eps) ** -0.5
@@ -91,7 +91,7 @@ class Backward:
     def abs_terms(self):
         """The sum of the magnitudes of grad_input's terms, to which its error is proportional.
 
-        The error of xhat is relative to 1 + abs(xhat), as in output_error(), and so is the factor of mean_abs_gx. For
+        The error of xhat is relative to 1 + abs(xhat), as in output_error(), so this factor multiplies mean_abs_gx. For
         RMSNorm, which has no mean, the bound is wider than necessary, because it includes mean_abs_g.
         """
         abs_g, abs_xhat = abs(self.g), abs(self.xhat)
@@ -137,9 +137,9 @@ def norm(
 # Largest error of the output before it is rounded to its dtype, relative to the magnitudes of its terms. 5e-7 is the
 # package's promise for float32 arithmetic at any number of columns and any mean. It equals 8 roundings of 2^-24. Random
 # rows reach half of it, and rows with few outliers 0.9 of it, because adding equal values to a large one rounds in the
-# same direction every time. float64 gets 24 roundings of 2^-53, of which rows with few outliers reach 0.75. It needs
-# more roundings because a vector has half as many lanes, so that each adds more numbers, and because no wider type adds
-# the sums of the chunks.
+# same direction every time. float64 gets 24 roundings of 2^-53; rows with few outliers reach 0.75 of them. It needs
+# more roundings because a vector has half as many lanes, so that each adds more numbers, and because the sums of the
+# chunks are not added in a wider type.
 OUTPUT = {F64: 24 * 2.0**-53, F32: 5e-7, F16: 5e-7, BF16: 5e-7}
 
 # Largest relative error of rstd: that of the output where |xhat| is 1, because its bound is OUTPUT * (1 + |xhat|).

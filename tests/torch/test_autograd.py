@@ -77,7 +77,7 @@ PROJECTED = {"fast_mode": True, "rtol": 1e-5, "atol": 1e-7, "check_batched_grad"
 
 @pytest.mark.parametrize(("batches", "adds", "requires_grad", "options"), CASES)
 def test_first_and_second_derivatives(backend, batches, adds, requires_grad, options):
-    """First derivatives are in reverse and forward mode, and batched; second ones forward and reverse over reverse."""
+    """First derivatives: reverse mode, forward mode, and batched. Second: forward and reverse mode over reverse."""
     x, residual, *parameters = arguments(batches, 4, (F64, F64), backend.device)
     tensors = [x, residual if adds else None, *parameters]
     present = [t.unflatten(-1, (2, 2)) for t in tensors if t is not None]
@@ -154,7 +154,7 @@ SECOND_DERIVATIVES = {
 def test_func_by_every_pair_of_input_weight_and_bias(layer_norm, double, second_derivative):
     """The second derivatives of torch's layer_norm are silently wrong.
 
-    Those by weight and input are wrong in all four ways, and those by input twice in the last two. They are off by 0.75
+    Derivatives by weight and input are wrong in all four ways, by input twice in the last two. They are off by 0.75
     where the largest value is 1.6, and by 1.5 where it is 4.7.
     """
     tensors = double(4, 8), double(8), double(8)
@@ -306,7 +306,7 @@ def test_transforms_of_nan_infinity_and_constants(backend, rms):
         assert torch.equal(y[3], bias)
         if rms:
             expected = x[4:, :1].double() / (x[4:, :1].double().square() + eps).sqrt() + 1
-            torch.testing.assert_close(y[4:], expected.float().expand(-1, 49), rtol=5e-7, atol=0)  # as the kernels
+            torch.testing.assert_close(y[4:], expected.float().expand(-1, 49), rtol=5e-7, atol=0)  # as for the kernels
         else:
             assert (y[4:] == 1).all()
     gradient = vmap(grad(lambda x: forward(backend, x, None, None, None, rms=rms).output.sum()))(x[3:])

@@ -62,7 +62,7 @@ REPLACEMENTS = [
 
 @pytest.mark.parametrize(("by_hand", "replacement", "shape", "parameter_shape"), REPLACEMENTS)
 def test_replacement_has_the_same_output_and_gradients(by_hand, replacement, shape, parameter_shape):
-    """They are compared in float64. The replacement loads the state_dict with the other parameter names."""
+    """Both layers compute in float64. The replacement loads the state_dict with the other parameter names."""
     x, *parameters = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in (shape, *[parameter_shape] * 2))
     replacement = replacement.double()
     replacement.load_state_dict(dict(zip(("gamma", "beta"), parameters, strict=True)))

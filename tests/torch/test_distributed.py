@@ -154,7 +154,7 @@ def family_keeps_batch_and_sequence_sharded(mesh):
         parameter_placement = shard if is_adaptive and shard == Shard(0) else Replicate()
         placements = [shard if t.dim() == 3 else parameter_placement for t in tensors]
 
-        def function(x, *others, member=member):  # tensors that it does not take may be any
+        def function(x, *others, member=member):  # others: r, w and b, without those that the member ignores
             return member(x, others[0], others[int(member.takes_r)], others[-1])
 
         tolerance = ANOTHER_ORDER if member.takes_images else SAME_BITS
@@ -194,7 +194,7 @@ def placements_and_collectives_equal_those_of_aten(mesh):
             dw, db = (distribute_tensor(t, mesh, [parameter_placement] * mesh.ndim) for t in (w, b))
             parameters = (dw if has_weight else None, db)
             results = []
-            for forward, backward, gates in (  # and the entries of output_mask for gates
+            for forward, backward, gates in (  # `gates` are the last entries of output_mask
                 (torch.ops.layernorm.forward, torch.ops.layernorm.backward, [False] * 3),
                 (torch.ops.aten.native_layer_norm, torch.ops.aten.native_layer_norm_backward, []),
             ):

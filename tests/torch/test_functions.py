@@ -37,7 +37,10 @@ def layouts(member):
 
 
 def parameter_shapes(member, shape):
-    """Return all kinds of shapes that parameters may have beside input [n, *inner, c], which broadcast to it."""
+    """Return all kinds of shapes that parameters may have beside input [n, *inner, c].
+
+    They broadcast to the input. In one of them, the last inner dimension is 1.
+    """
     n, *inner, c = shape
     per_sample, ones = (n, *[1] * len(inner), c), (1, *[1] * len(inner), c)
     if member.takes_images:
@@ -192,7 +195,7 @@ def test_a_gradient_has_the_same_bits_whichever_others_are_computed(function):
 
 @pytest.mark.parametrize("gate_first", [False, True])
 def test_the_gradient_of_the_bias_of_a_gated_norm_has_the_same_bits_alone(gate_first):
-    """It does not depend on a gate that multiplies the input, but kernels of gated norms sum other numbers of rows."""
+    """A gate that multiplies the input does not change it, but kernels of gated norms sum other numbers of rows."""
     x, gate, dy = (randn((100, 100), BF16) for _ in range(3))
     dy = dy * 2.0 ** -torch.randint(13, dy.shape).to(BF16)  # float32 would add numbers of one size without rounding
     w, b = (randn(100, F32).requires_grad_() for _ in range(2))
@@ -313,7 +316,7 @@ def tensors_to_save(member, x, r, w, b, output, total=None):
     """Return the tensors, apart from the statistics, that autograd must save for the required gradients.
 
     The parameters' shapes determine the order in which rows are summed. So if such a sum is needed, the factor of x is
-    saved, and a bias is unless it has the shape and dtype of the weight.
+    saved, and so is a bias, unless it has the shape and dtype of the weight.
     """
     needs_dx, needs_dw, needs_db = x.requires_grad, w.requires_grad, b.requires_grad and member.has_bias
     needs_dr = r.requires_grad and member.takes_r
@@ -341,7 +344,7 @@ def tensors_to_save(member, x, r, w, b, output, total=None):
 @family
 @pytest.mark.parametrize("bias_dtype", [F32, F64], ids=str)
 def test_autograd_saves_only_what_the_gradients_need(member, bias_dtype):
-    """It also saves mean and rstd of each row. The test tries every choice of the tensors that require gradients."""
+    """Mean and rstd of each row are saved, too. The test tries every choice of the tensors that require gradients."""
     parameter_shape = (4, 64) if "ada" in member.name else (64,)
     shapes, dtypes = ((4, 32, 64), (4, 32, 64), parameter_shape, parameter_shape), (F32, F32, F32, bias_dtype)
     for mask in itertools.product([False, True], repeat=4):
@@ -390,7 +393,7 @@ def call_all(members):
 
 @pytest.mark.parametrize("layout", [torch.Tensor.contiguous, channels_first])
 def test_compiled_calls_have_the_same_bits(layout):
-    """Gradients have them, too, and the memory format of the input. Other batch sizes take the same graph.
+    """Gradients have the same bits, too, and the memory format of the input. Other batch sizes take the same graph.
 
     The number of columns is constant, because a symbolic one takes twice as long. The next test has it.
     """
@@ -414,10 +417,10 @@ def test_compiled_calls_have_the_same_bits(layout):
 
 @pytest.mark.inductor
 def test_inductor_fuses_neighbors_of_every_size():
-    """Inductor may copy a residual that changes in place, which another rounding would show: it is float32.
+    """The residual is float32, because Inductor may copy a residual that changes in place, and round it again.
 
-    These members call all operators but forward, which test_tracing.py gives to Inductor. The other options are numbers
-    for Inductor; the test above has them.
+    These members call all operators but forward, which test_tracing.py gives to Inductor. The other options are only
+    numbers to Inductor; the test above has them.
     """
     names = ["add_rms_norm, gate, inplace", "add_ada_layer_norm, gate"]
     names += ["gated_rms_norm, gate_first, num_groups, zero_centered_weight"]
@@ -445,7 +448,7 @@ def test_norm_in_cpp_and_in_python_have_the_same_signature(monkeypatch):
     given |= {"bias": None, "eps": 1e-5}
     defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
     assert [*given, *defaults] == [*parameters]
-    del defaults["residual"]  # functions that do not add one leave it out, because a given None is refused
+    del defaults["residual"]  # norm refuses None: functions that add no residual leave it out
     gate = {"gate": randn((3, 8), F32)}
     residual = {"residual": randn((3, 8), F32), "input_scale": randn(8, F32), "inplace": False}
     options = ({"rms": True}, {"zero_centered_weight": True}, {"memory_efficient": True}, {"num_groups": 2})

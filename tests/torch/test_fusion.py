@@ -26,7 +26,7 @@ ANOTHER_ORDER = {"rtol": 1e-12, "atol": 1e-12}
 norm, rms_norm = (
     partial(function, normalized_shape=(8,)) for function in (layernorm_ext.layer_norm, layernorm_ext.rms_norm)
 )
-TAKES_LISTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)  # of passes
+TAKES_LISTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)  # pre_grad_custom_pass takes lists
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def tensors(dtype=F64, shape=(2, 3, 8)):
 
 
 def outputs_and_gradients(function, arguments):
-    """Return outputs, copies of the arguments, and the gradients of all these by the arguments.
+    """Return outputs, copies of the arguments, and the gradients of all these with respect to the arguments.
 
     The function gets the copies and may change them.
     """
@@ -235,7 +235,7 @@ REFUSED = [
     "t = x.sin(); v = t.view(6, 8); t += r; return norm(t), v * 1",
     "x += r; return norm_and_sum(x)",
     "t = x.sin(); t.add_(r, alpha=2); return norm_and_sum(t)",
-    "t = x.sin()\nwith torch.no_grad(): t += r\nreturn norm_and_sum(t)",  # the sum in place keeps the gradient of x
+    "t = x.sin()\nwith torch.no_grad(): t += r\nreturn norm_and_sum(t)",  # t keeps the grad_fn of x.sin()
     "norm_and_sum((x + r)[:, :2])",
     "norm_and_sum((x + r)[:, torch.tensor([1, 0, 2])])",
     "norm_and_sum(F.dropout(x + r, 0.5, True))",
@@ -262,9 +262,9 @@ PARTS = {
     # Here too, the write to k or v would make backward of the fused call raise an error.
     "k = g.sin(); y = norm(r + k * x.detach()); k.mul_(2); return y": ADD,
     "v = b.sin(); y = norm(x, weight=w, bias=v) * (1 + s.detach()); v.mul_(2); return y": {},
-    # The hook sees the norm's part of the gradient.
+    # The hook must see the gradient that comes from the norm, too.
     "t = x + r; y = norm(t); t.register_hook(lambda g: g * 3); return y, t": {},
-    # Dynamo has recorded the shape of v after both unsqueeze_() for the addition as well.
+    # For the addition too, Dynamo has recorded the shape that v has after both unsqueeze_().
     "v = w.sin(); t = x[:1, :1] + v; y = norm(t); v.unsqueeze_(0).unsqueeze_(0); return y, t": {},
     # Both sums in place become sums in new tensors; the second one would write to what the first norm saves.
     "with torch.no_grad(): t = x.sin(); t += r; y = norm(t); t += y; return norm(t), t": {"add": 2},
@@ -374,7 +374,7 @@ def failure(seed):
         return None
     try:
         assert_close_to(programs.results_of(fusion.eager(programs.graph_of(text, seed), ()), seed), expected)
-    except Exception as error:  # the message needs the program
+    except Exception as error:  # every error is reported with the program
         return f"{error}\nin program {seed}:\n{text}"
     return None
 
@@ -383,7 +383,7 @@ def failure(seed):
 def test_random_programs(first):
     failures = [failure(seed) for seed in PROGRAMS[first : first + 100]]
     assert not any(failures), "\n".join(filter(None, failures))
-    assert fuse_neighbors.counts.total() >= min(30, len(PROGRAMS) / 4)  # 0.45 are expected in a program
+    assert fuse_neighbors.counts.total() >= min(30, len(PROGRAMS) / 4)  # programs have 0.45 fused calls on average
 
 
 class Child(torch.nn.Module):
@@ -453,7 +453,7 @@ def difference(function, run, expected):
 def test_random_programs_with_a_child(first, kind):
     """A compiled or exported program has the eager results with the pass, unless it lacks them without the pass, too.
 
-    It may: unflatten() drops writes to statistics whose result is not used.
+    An exported one may lack them: unflatten() drops writes to statistics whose result is not used.
     """
     failures, ran = [], 0
     for seed in range(first, first + 20):
@@ -472,10 +472,12 @@ def test_random_programs_with_a_child(first, kind):
         ran += errors.count(None)
         if any(errors):
             originals = [difference(each, run, expected) for each in compile_with("eager")]
-            of_the_pass = [error for error, original in zip(errors, originals, strict=True) if error and not original]
-            failures += [f"{error}\nin program {seed}:\n{text}" for error in of_the_pass]
+            new_errors = [error for error, original in zip(errors, originals, strict=True) if error and not original]
+            failures += [f"{error}\nin program {seed}:\n{text}" for error in new_errors]
     assert not failures, "\n".join(failures)
-    assert ran >= 15 and fuse_neighbors.counts.total() >= 1  # 0.3 a program with a checkpoint, 0.5 an exported one
+    assert (
+        ran >= 15 and fuse_neighbors.counts.total() >= 1
+    )  # on average, checkpointed programs have 0.3, exported ones 0.5
 
 
 # Where the pass is used
@@ -586,14 +588,14 @@ def test_graphs_of_other_operators_are_left(log):
     with trace_as("aten"):
         torch.compile(lambda x: norm(x + x), backend=fusion.eager, fullgraph=True)(x)
     traced = torch.fx.symbolic_trace(lambda x: torch.ops.layernorm.forward.default(x + x, (8,))[0])
-    fuse_neighbors(traced.graph)  # without recorded values
+    fuse_neighbors(traced.graph)  # its nodes have no recorded values
     assert_same(traced(x), norm(x + x))
     assert log() == ["0 norms", "1 norms"]
 
 
 @pytest.mark.parametrize("compiler", [fusion.eager, pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_a_hook_on_a_sum_that_leaves_a_checkpoint(compiler):
-    """The parent may observe the gradient of the sum, or of a view of it, and the pass sees one graph."""
+    """The caller of the checkpoint may observe the gradient of such a sum; the pass sees only the graph of the body."""
 
     def hooked(x, r, *_):
         def body(x, r):
@@ -763,7 +765,7 @@ def test_higher_order_operators_that_read_a_sum():
 
 
 def test_an_exception_leaves_the_graph(monkeypatch, caplog):
-    """A fault costs one norm its neighbors, and not the user the compilation; the log has it once."""
+    """An exception leaves one norm unfused, and compilation goes on; the log has the exception once."""
 
     def fail(*_):
         raise ZeroDivisionError
@@ -818,7 +820,7 @@ def test_float32_and_bfloat16_are_as_exact_as_before(text):
         if text in SUMS:
             assert torch.equal(fused, original)
         errors = [(y.double() - exact).square().mean().sqrt().item() for y in (fused, original)]
-        assert errors[0] <= 1.2 * errors[1]  # averages of 4096 errors
+        assert errors[0] <= 1.2 * errors[1]  # means over 4096 elements
         if dtype == F32:
             # Float32 rounds each of five operations by 6e-8 of numbers up to 8.
             torch.testing.assert_close(fused, original, rtol=0, atol=1e-6 * exact.abs().max().item())

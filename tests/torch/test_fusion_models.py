@@ -14,8 +14,8 @@ from layernorm_ext.fusion import _graph_order as order
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("torchvision", "one_thread")]
 
-# Name of the model -> the fused calls: most have two layers with two norms, of which all but the first read a sum, as
-# the norm behind the last layer does.
+# Name of the model -> the fused calls. Most models have two layers with two norms, and a norm behind the last layer.
+# All norms but the first one read a sum.
 FUSED = dict.fromkeys(MODELS, {"add": 4})
 FUSED |= dict.fromkeys(("ConvNextForImageClassification", "timm convnext_tiny"), {})
 FUSED |= dict.fromkeys(("MambaForCausalLM", "Mamba2ForCausalLM"), {})  # residuals of float32 beside float64
@@ -91,7 +91,7 @@ DIFFUSERS = {
 
 # Name of the model -> the number of its fusible norms that are not fused.
 CHANNELS_FIRST = dict.fromkeys(("ConvNextForImageClassification", "timm convnext_tiny"), 3)
-MISSED = CHANNELS_FIRST | {"WhisperForConditionalGeneration": 3}  # its encoder's sums have strides of a convolution
+MISSED = CHANNELS_FIRST | {"WhisperForConditionalGeneration": 3}  # its encoder's sums have the strides of a convolution
 
 
 def is_fusible(norm):
@@ -107,7 +107,7 @@ def is_fusible(norm):
     is_sum = order.operation(total) in ("add", "iadd", "add_", "addcmul") and len(terms) > 1
     if is_sum and all(term is not None and (term.shape, term.dtype) == (value.shape, value.dtype) for term in terms):
         return True
-    products = [user for output in norm.users if output.args[1] == 0 for user in output.users]
+    products = [user for output in norm.users if output.args[1] == 0 for user in output.users]  # of getitem(norm, 0)
     products = [product for product in products if order.operation(product) in ("mul", "addcmul")]
     factors = [each for product in products for each in product.all_input_nodes if each.args[:1] != (norm,)]
     sizes = [order.fake_tensor(factor).numel() for factor in factors]
@@ -159,7 +159,7 @@ def test_norms_of_diffusion_transformers_are_fused(name):
 
 
 def test_nineteen_of_twenty_fusible_norms_are_fused():
-    """The tables have their numbers, which the tests above compare with the graphs."""
+    """The numbers are those of the tables, which the tests above compare with the graphs."""
     tables = FUSED | {name: fused for name, (*_, fused) in DIFFUSERS.items()}
     fused = {name: sum(table.values()) for name, table in tables.items() if name not in CHANNELS_FIRST}
     missed = sum(MISSED.get(name, 0) for name in fused)

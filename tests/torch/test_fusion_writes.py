@@ -81,7 +81,7 @@ def test_operators_that_write_although_their_schemas_do_not_say_so():
 
 
 def test_schemas_with_running_statistics_are_writers():
-    """Running statistics are what these operators write, also those of devices that are not here."""
+    """Operators that take running statistics write them, also those for devices that this machine does not have."""
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
     packets = {name.partition("::")[2].partition(".")[0] for name in names}
     overloads = [

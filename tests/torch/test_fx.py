@@ -18,13 +18,14 @@ ROUNDED_TEN_LAYERS = {"rtol": 1e-4, "atol": 1e-5}
 
 @module_cases
 def test_graph_of_a_module_calls_its_function(cls, options, shapes):
-    """Its arguments are the module's inputs, parameters and options of the same names."""
+    """The arguments of the call are the module's inputs, parameters and options of the same names."""
     module, inputs = module_and_inputs(cls, options, shapes)
     has_one_input = len(inputs) == 1
     name = re.sub("(?<=[a-z])(?=[A-Z2])", "_", cls.__name__.replace("RMS", "Rms"))  # AddRMSNorm -> Add_Rms_Norm
     name = name.removeprefix("Add_") if has_one_input else name  # without a residual, nothing is added
     # Sequential passes one input, so that the tracer does not see the others.
     graph = torch.fx.symbolic_trace(torch.nn.Sequential(module) if has_one_input else module)
+    # With residual_in_fp32, a module without a residual also calls to_fp32().
     calls = [node for node in graph.graph.nodes if node.op == "call_function" and "to_fp32" not in node.name]
     (call,) = calls
     assert call.target is getattr(layernorm_ext, name.lower())

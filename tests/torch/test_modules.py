@@ -106,7 +106,7 @@ def test_autocast_changes_no_bit(member, dtype):
 
 
 def test_norm_of_images_is_one_autograd_node_under_autocast():
-    """It is one node without autocast, too. Views that move the channels would slow a small call down several times."""
+    """The same holds without autocast. Views that move the channels would slow a small call down several times."""
     x = torch.randn(2, 8, 4, 4, requires_grad=True)
     with torch.autocast("cpu", BF16):
         assert layernorm_ext.layer_norm_2d(x, torch.ones(8)).grad_fn.name() == "LayerNormBackward"
@@ -247,7 +247,7 @@ def test_modules_start_a_float32_residual(name):
         gate = torch.randn(8)
         output, total = module(x, None, gate)
         assert output.dtype == torch.bfloat16 and torch.equal(total, x.float() * gate)
-        double = x.double()  # has no narrower residual; a compiled module returns a copy
+        double = x.double()  # the residual stays float64; a compiled module returns a copy
         assert module(double)[1] is double if module is norm else module(double)[1].dtype == torch.float64
 
 

@@ -11,8 +11,8 @@ LENGTHS = (2, 5, 1)
 ROWS = [member for member in MEMBERS if not member.takes_images and "inplace" not in member.options]
 layouts = pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=["strided", "jagged"])
 
-# Compiled code composes norms over the ragged dimension of other operations: some ten on float64 values of size 1, each
-# of which rounds by 1e-16.
+# Compiled code composes norms over the ragged dimension from other operations: some ten on float64 values of size 1,
+# and each rounds by 1e-16.
 ANOTHER_FORMULA = {"rtol": 0, "atol": 1e-14}
 
 

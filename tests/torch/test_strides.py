@@ -217,7 +217,7 @@ def test_compiled_calls(fuses):
 
 
 def test_calls_compiled_as_aten_for_inference():
-    """Not for training: torch chooses the strides of the gradients of aten's operators."""
+    """In training, torch would choose the strides of the gradients of aten's operators."""
     module = Calls(SOME)
     with trace_as("aten"), torch.no_grad():
         module.check(torch.compile(module, fullgraph=True, backend="aot_eager")(*module.tensors))

@@ -198,7 +198,7 @@ class RowsOfImages(LayerNorm):
 @pytest.mark.parametrize("classes", [(RowsOfImages,), (LayerNorm2d, RMSNorm2d)], ids=["rows", "images"])
 @pytest.mark.inductor
 def test_compiled_training_between_convolutions(classes):
-    """Inductor makes tensors near a convolution channels last, also the statistics, but then fails for other sizes.
+    """Inductor lays out tensors near a convolution, even statistics, as channels last, and then fails for other sizes.
 
     Other sizes are therefore tested without this layout. For other sizes, Inductor cannot order the symbolic strides of
     views of images, so autograd must not save such views.
@@ -221,7 +221,7 @@ def test_symbolic_groups():
             return layernorm_ext.gated_rms_norm(x, None, x.shape[-1:], num_groups=x.shape[-1] // 4)
 
     counter = CompileCounter()
-    compiled, of_aten = (torch.compile(Model(), dynamic=True, fullgraph=True, backend=counter) for _ in range(2))
+    compiled, as_aten = (torch.compile(Model(), dynamic=True, fullgraph=True, backend=counter) for _ in range(2))
     dynamic = {"x": {1: 4 * torch.export.Dim("groups", min=2, max=100)}}
     with trace_as("kernel"):
         exported = torch.export.export(Model(), (torch.randn(2, 12),), dynamic_shapes=dynamic, strict=False).module()
@@ -230,7 +230,7 @@ def test_symbolic_groups():
         for traced in (compiled, exported):
             assert torch.equal(traced(x), Model()(x))
         with trace_as("aten"):
-            torch.testing.assert_close(of_aten(x), Model()(x), **REORDERED_BY_INDUCTOR)
+            torch.testing.assert_close(as_aten(x), Model()(x), **REORDERED_BY_INDUCTOR)
     assert counter.frame_count == 2
 
 
@@ -370,7 +370,7 @@ def test_jit_traces_match_eager_calls(setting):
 
 @pytest.mark.parametrize("cls", [torch.nn.LayerNorm, torch.nn.RMSNorm])
 def test_jit_trace_of_a_converted_model_has_the_operators_of_the_original(cls):
-    """OpenVINO, coremltools, pnnx and fvcore read traces: what they read of the original, they read of this one."""
+    """OpenVINO, coremltools, pnnx and fvcore read traces, and must find the operators that they know."""
     model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), cls(8)), torch.randn(3, 5, 8)
     original = torch.jit.trace(model, x)
     assert layernorm_ext.convert(model).replaced
@@ -516,7 +516,7 @@ def test_numbers_of_samples_that_depend_on_data(shape):
 
 @pytest.mark.inductor
 def test_inductor_compiles_numbers_of_samples_that_depend_on_data():
-    """The parameters have one shape, which does not matter: for Inductor, they are arguments of an operator."""
+    """One shape of the parameters is enough, because Inductor only passes them to an operator."""
     tensors = torch.randn(4, 5, 8), torch.randn(4, 1, 8), torch.tensor([True, False, True, True])
     with torch._dynamo.config.patch(NUMBERS_FROM_DATA):
         results = torch.compile(call_data_dependent, fullgraph=True)(*tensors)
@@ -536,7 +536,7 @@ def test_sizes_that_differ_at_run_time_are_refused():
         assert torch.equal(compiled(x, w, rows, rows), call(x, w, rows, rows))
         with pytest.raises(RuntimeError):
             compiled(x, w, rows, torch.tensor([True, True, False, False]))
-        # One weight fits three rows as well. Each gradient has the shape of its own parameter.
+        # The weight of one sample fits three samples as well. Each gradient has the shape of its own parameter.
         leaves = [t.requires_grad_() for t in (x[:3].clone(), w)]
         one = torch.tensor([False, True, False, False])
         for some in (rows, one):
@@ -562,7 +562,7 @@ def norms_with(eps, x):
 
 @pytest.mark.parametrize("setting", ["kernel", "aten"])
 def test_eps_from_a_tensor_breaks_the_graph(setting):
-    """torch's functions break it, too: a recorded operator needs a constant eps. A number is constant, in one graph."""
+    """torch's functions break it, too: a recorded operator needs a constant eps. A Python number is constant."""
     x, eps = torch.randn(3, 8, 8), torch.tensor(0.5)
     with trace_as(setting), torch._dynamo.config.patch(capture_scalar_outputs=True):
         compiled = torch.compile(lambda eps, x: norms_with(eps.item(), x), backend="aot_eager")
