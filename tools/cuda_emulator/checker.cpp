@@ -209,6 +209,7 @@ void clear_buffers() {
 void add_shared_memory(Block& block, char* base, size_t bytes, const char* name) {
   add_region(base, bytes, name, Contents::kOutput, block.arena);
 }
+// Reports accesses of other blocks to the block's shared memory that no message of theirs orders before its end.
 void checker_end_block(Block& block) {
   for (const auto& [begin, region] : regions) {
     if (region->arena != block.arena || !region->active) continue;

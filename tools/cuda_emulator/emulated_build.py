@@ -156,6 +156,7 @@ def _object(source, flags, csrc):
 
 
 def _objects(jobs):
+    """Return the object file of each job, the arguments of _object()."""
     with (
         open(CACHE / "lock", "w") as lock,  # the processes of a test run need the same objects at the same time
         concurrent.futures.ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", 2))) as pool,

@@ -76,7 +76,7 @@ struct Thread {
   char* stack;          // kStackBytes
   void* stack_pointer;  // while it does not run
 
-  Group* waits_for;  // null unless it waits
+  Group* waits_for;  // the group at whose barrier the thread waits, or null
   Exchange exchange;
   uint64_t result;  // of the last exchange
 
@@ -98,7 +98,7 @@ struct RunningLaunch {
   std::vector<Warp> warps{};
   std::vector<size_t> order{};                           // indices of warps: the first runnable one runs
   std::map<const void*, size_t> static_offsets{};        // of static shared arrays, by declaration
-  std::map<const void*, TransactionBarrier> barriers{};  // by address
+  std::map<const void*, TransactionBarrier> barriers{};  // by the address of the kernel's variable
   size_t static_end = 0, static_bytes = 0;               // of these arrays: offset of their end, and sum of their sizes
   std::string fault{};
 };
