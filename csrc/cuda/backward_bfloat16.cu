@@ -1,4 +1,4 @@
-// Compiles backward for bfloat16 rows, and for those of their sums with a float32 residual.
+// Compiles backward for bfloat16 input, also with a float32 residual: then x, the sum, is float32.
 #include "backward_kernel.cuh"
 
 namespace layernorm::cuda {

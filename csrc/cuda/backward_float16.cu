@@ -1,4 +1,4 @@
-// Compiles backward for float16 rows, and for those of their sums with a float32 residual.
+// Compiles backward for float16 input, also with a float32 residual: then x, the sum, is float32.
 #include "backward_kernel.cuh"
 
 namespace layernorm::cuda {

@@ -1,4 +1,4 @@
-// Compiles backward for float32 rows: a file for each dtype, because the kernels take long to compile.
+// Compiles backward for float32 input. Each dtype has its own file, because the kernels take long to compile.
 #include "backward_kernel.cuh"
 
 namespace layernorm::cuda {

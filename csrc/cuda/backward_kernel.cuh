@@ -8,12 +8,12 @@
 namespace layernorm::cuda {
 namespace {
 
-// Threads of a block, unless a row needs more, which then has a block of up to kMaxBlockThreads to itself. Many, so
-// that few blocks store partial sums, but so few that two blocks fit on a multiprocessor.
+// Threads of a block, unless a row needs more: such a row has a block of up to kMaxBlockThreads to itself. The number
+// is large, so that few blocks store partial sums, but so small that two blocks fit on a multiprocessor.
 constexpr int kThreads = 256;
 
-// The most vectors of a gated norm's row that a block stages: two stages of x, dy and the gate of more vectors take
-// more than the 99 KiB that a block has on some GPUs.
+// The most vectors of a gated norm's row that a block stages. With more, two stages of x, dy and the gate would take
+// more than 99 KiB, the shared memory of a block on some GPUs.
 constexpr int64_t kMaxGatedBlockVectors = 1024;
 
 // The lag: iterations from a row's sums to its dx. With 1, the warps of a block exchange their sums of a row while they
@@ -43,15 +43,15 @@ __device__ __forceinline__ void sum_blocks(RowSums& sums, const RowSums* blocks,
 
 // ---- sums of the columns: dweight and dbias -------------------------------------------------------------------------
 
-// Adds the column sums of the threads that own the same columns: a block has several of them if it has several rows in
-// an iteration. For each column, one thread gets the result; it calls store(j, v) for each vector v of its 16 columns,
-// where j counts these columns as in ThreadColumns.
+// Adds the column sums of the threads of a block that own the same columns, of different rows of an iteration. For each
+// column, one thread gets the result; it calls store(j, v) for each vector v of its 16 columns, where j counts these
+// columns as in ThreadColumns.
 template <class T, class X, class Variant, int kElements, class F>
 __device__ __forceinline__ void sum_columns_over_block(Acc (&sums)[kElements],
                                                        const BackwardStagedRows<T, X, Variant>& rows, const F& store) {
   constexpr int kVec = kVectorSize<X>;
-  // First, shuffles add the rows of a warp. Then the sums of groups of threads are added in shared memory, where a
-  // group is the warps that share a row, or one warp that has several rows.
+  // First, shuffles add the sums of the rows of a warp. Then the sums of groups of threads are added in shared memory.
+  // A group is the warps that share a row, or one warp that has one or more rows.
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
     if (offset < rows.columns.row_lanes()) break;
@@ -81,14 +81,14 @@ __device__ __forceinline__ void sum_columns_over_block(Acc (&sums)[kElements],
 
 // If there are few rows, the blocks of one cluster have a segment each, and add up their column sums without the
 // workspace and add_partials. Each block owns 1 << log2_owned_cols columns: all blocks send it their sums of these
-// columns, it adds them, and stores the gradients. Its shared memory for this is [2 arrays: dweight and dbias,
-// cluster_segments blocks, owned columns].
+// columns, and it adds them and stores the gradients. Its shared memory for the sums is [2 (dweight and dbias),
+// cluster_segments, 1 << log2_owned_cols].
 struct ClusterColumnSums {
   Acc* const sums;              // in this block's shared memory
   TransactionBarrier& barrier;  // for the sums that arrive there
   const BackwardPlan& plan;
 
-  // Where this block has the sums from `block`; `array` is 0 for dweight and 1 for dbias.
+  // The sums that `block` has sent to this block; `array` is 0 for dweight and 1 for dbias.
   __device__ __forceinline__ Acc* sums_of(int array, int block) const {
     return sums + ((array * plan.cluster_segments + block) << plan.log2_owned_cols);
   }
@@ -122,24 +122,24 @@ struct ClusterColumnSums {
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
 // A block takes its segments in turn: every gridDim.y-th, from blockIdx.y on. A segment has plan.iterations iterations,
-// each of rows_per_iteration rows, one for each group of row_threads threads. blockIdx.x tells which columns the block
-// has of a row that blocks share. Copies run ahead by the number of stages, also into the next segment.
+// each of rows_per_iteration rows, one for each group of row_threads threads. If blocks share a row, blockIdx.x tells
+// which columns the block has. Copies run ahead by the number of stages, also into the next segment.
 //
-// Where a row spans warps (kLag = 1), iteration r sums row r and then stores dx of row r - 1; one more iteration at the
-// end of a segment stores that of the last row. B is the block's barrier, put and get are those of WarpSums, and send
-// and receive, if blocks share rows, those of BlockExchange:
+// If a row spans warps (kLag = 1), iteration r sums row r and then stores dx of row r - 1; one more iteration at the
+// end of a segment stores dx of its last row. In the diagram, B is the block's barrier, put and get are methods of
+// WarpSums, and send and receive, which only blocks that share rows call, are methods of BlockExchange:
 //
 //   iteration 0:                               sum row 0, put its sums
 //   iteration 1:  B, get [and send] row 0's;   sum row 1, put its sums;   [receive and] store dx of row 0, fetch a row
 //   iteration 2:  B, get [and send] row 1's;   sum row 2, put its sums;   [receive and] store dx of row 1, fetch a row
 //
 // A warp that has passed B in iteration r may run ahead of the others up to B in iteration r + 1: it puts the sums of
-// row r into one buffer of WarpSums while others still get those of row r - 1 from the other one. Without a lag, put(),
-// B and get() belong to the same iteration. Where a row fits a warp, iterations have no barrier, and warps run ahead
-// freely until the sums of the columns are added, at the end of a segment or after kIterationsPerSum iterations.
+// row r into one buffer of WarpSums while others still get the sums of row r - 1 from the other buffer. Without a lag,
+// put(), B and get() belong to the same iteration. If a row fits a warp, iterations have no barrier, and warps run
+// ahead freely until the column sums are added, at the end of a segment or after kIterationsPerSum iterations.
 //
-// With few rows, there are at most eight segments, one for each block of a single cluster, which then adds their column
-// sums (ClusterColumnSums). This is not done if blocks share rows.
+// With few rows that blocks do not share, there are at most eight segments, one for each block of a single cluster,
+// which then adds their column sums (ClusterColumnSums).
 template <class T, class X, class Variant>
 __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockThreads, Variant::kRowFitsWarp ? 2 : 1)
     backward_staged(const BackwardParams p, const BackwardPlan plan) {
@@ -204,8 +204,8 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
   __syncthreads();
 
   Acc weight[kElements], dw[kElements], db[kElements];  // of this thread's columns: dw and db are sums over rows
-  int finished_rows = 0;  // of the block, in all segments; BlockExchange numbers iterations by it
-  int stage_offset = 0;   // of the next row to be summed
+  int finished_iterations = 0;  // of the block, in all segments, as BlockExchange counts iterations
+  int stage_offset = 0;         // the stage of the next row to be summed
 #pragma unroll 1
   for (Index s = first_segment; s < num_segments; s += segment_step) {
     const Segment<Index> segment(plan, s);
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
       const auto get_row_sums = [&] {  // over the warps of the row
         __syncthreads();
         warp_sums.get(row_sums, row_warps);
-        if (shares_row) exchange.send(row_sums, finished_rows);
+        if (shares_row) exchange.send(row_sums, finished_iterations);
       };
       finished_statistics = statistics;
       if (kLag > 0 && iteration > 0) get_row_sums();
@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
         if (!row_fits_warp) get_row_sums();
       }
       if (stores_dx) {
-        if (shares_row) sum_blocks(row_sums, exchange.receive(finished_rows), plan.row_blocks);
+        if (shares_row) sum_blocks(row_sums, exchange.receive(finished_iterations), plan.row_blocks);
         const auto means = rows.compute_means(row_sums, finished_statistics.scaled_rstd);
         const auto store_gradients = [&](auto has_grad_sum) {
           rows.store_gradients(has_grad_sum, dw, db, finished_offset, finished_statistics, means, weight,
@@ -262,9 +262,9 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
       }
       __syncwarp();  // all lanes have read the stage
       fetch_next(finished_offset);
-      ++finished_rows;
+      ++finished_iterations;
 
-      // After the last row of the segment, or kIterationsPerSum rows, the block stores the sums of its columns.
+      // After the last iteration of the segment, and after every kIterationsPerSum, the block stores its column sums.
       const int iterations_done = iteration + 1 - kLag;
       if (!stores_dx ||
           (iterations_done != iterations && static_cast<unsigned>(iterations_done) % kIterationsPerSum != 0))
@@ -311,9 +311,9 @@ __global__ void __launch_bounds__(Variant::kRowFitsWarp ? kThreads : kMaxBlockTh
 struct Instance {
   void (*kernel)(BackwardParams, BackwardPlan) = nullptr;
   int stages = 0;               // per warp
-  size_t ring_bytes = 0;        // of the stages of all warps
-  size_t column_sum_bytes = 0;  // of ClusterColumnSums; 0 without them
-  int64_t resident = 0;         // blocks that are resident at once; if blocks share rows, groups of them
+  size_t ring_bytes = 0;        // for the stages of all warps
+  size_t column_sum_bytes = 0;  // for ClusterColumnSums; 0 without them
+  int64_t resident = 0;         // blocks that the GPU runs at once or, if blocks share rows, groups of such blocks
 };
 
 // Chooses the stages of a variant: kMaxStages if they fit into shared memory, or one less if that leaves more blocks
@@ -338,9 +338,9 @@ Instance plan_stages(const BackwardPlan& plan, LaunchConfig config, size_t colum
   return chosen.kernel || column_sum_bytes == 0 ? chosen : plan_stages<T, X, Variant>(plan, config, 0);
 }
 
-// Chooses the variant and its stages for the rows of a plan. GeneralRows takes them if `general`; if they are not whole
-// vectors and of another type than dy, because of a float32 residual; and if the shared memory does not suffice for
-// another variant.
+// Chooses the variant and its stages for the rows of a plan. GeneralRows takes the rows if `general` is true, if the
+// shared memory does not suffice for another variant, and if x is float32 beside 16-bit dy (a float32 residual) in rows
+// that are not whole vectors.
 template <class T, class X>
 Instance choose_variant(const BackwardPlan& plan, const LaunchConfig& config, bool general, size_t column_sum_bytes) {
   const auto plan_variant = [&](auto variant) {
@@ -378,8 +378,8 @@ Launch plan_launch(const BackwardParams& p) {
   const bool two_launches = plan.row_blocks > 1 && !cluster_shares_row;
   plan.flags.set(kClusterSharesRow, cluster_shares_row);
 
-  // In an iteration, a block has as many rows as kThreads allow, but no more than a sample if samples have gradients of
-  // their own.
+  // In an iteration, a block has as many rows as kThreads allow, but no more than the rows of a sample if each sample
+  // has a gradient.
   const bool per_sample = plan.has_gradients_per_sample();
   int64_t threads = plan.row_threads;
   if (plan.row_blocks == 1) threads *= std::max(kThreads / plan.row_threads, 1);
@@ -388,8 +388,8 @@ Launch plan_launch(const BackwardParams& p) {
   config.block = static_cast<unsigned>(threads);
   config.cluster = cluster_shares_row ? static_cast<unsigned>(plan.row_blocks) : 1;
 
-  // Each resident block has a segment. Few rows take one launch: of one block, or of one cluster that adds up its
-  // column sums (ClusterColumnSums).
+  // Each resident block has a segment. Few rows take one launch, either of one block, or of one cluster that adds up
+  // its column sums (ClusterColumnSums).
   int64_t segments = choose_variant<T, X>(plan, config, /*general=*/two_launches, /*column_sum_bytes=*/0).resident;
   const int64_t iterations = ceil_div(p.samples * p.rows, plan.rows_per_iteration);
   const bool clusters_can_sum = supports_clusters && plan.row_blocks == 1;
@@ -397,10 +397,10 @@ Launch plan_launch(const BackwardParams& p) {
       clusters_can_sum && !per_sample && iterations > 1 && iterations <= kMaxClusterSize * kFewIterations;
   if (sums_in_cluster) segments = kMaxClusterSize;
   if (!clusters_can_sum && !per_sample && iterations <= kFewIterations) segments = 1;
-  const int64_t min_iterations = plan.row_blocks > 1 ? 4 : 16;  // long rows are few: shorter segments keep the GPU busy
+  const int64_t min_iterations = plan.row_blocks > 1 ? 4 : 16;  // few long rows keep the GPU busy in short segments
   plan.set_segments(p, plan.rows_per_iteration, segments, min_iterations);
   size_t column_sum_bytes = 0;
-  if (sums_in_cluster) {  // a block for each segment, which together own all columns
+  if (sums_in_cluster) {  // there is a block for each segment, and together the blocks own all columns
     while (plan.num_segments << plan.log2_owned_cols < p.cols) ++plan.log2_owned_cols;
     column_sum_bytes = static_cast<size_t>(2 * plan.num_segments << plan.log2_owned_cols) * sizeof(Acc);
   }

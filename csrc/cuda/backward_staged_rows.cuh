@@ -14,16 +14,17 @@ struct BackwardPlan : GradientPlan, RowDivision {
   int rows_per_iteration;    // per block
   int stages;                // per warp
   int cluster_segments;      // segments whose sums one cluster adds (ClusterColumnSums), one per block; else 1
-  int log2_owned_cols;       // the columns whose sums each block of such a cluster adds are 1 << log2_owned_cols
-  int ring_bytes;            // of dynamic shared memory, for the stages of all warps, each of which uses its stages in
-                             // turn, as a ring; the sums of ClusterColumnSums follow
+  int log2_owned_cols;       // each block of such a cluster adds the sums of 1 << log2_owned_cols columns
+  int ring_bytes;            // dynamic shared memory for the rings of all warps, which use their stages in turn; the
+                             // sums of ClusterColumnSums follow
   int64_t pitch;             // elements from row to row of the partial sums in the workspace
   void* exchange_workspace;  // of BlockExchange
   ByteStride x_stride, dy_stride, dx_stride, grad_sum_stride, statistics_stride;
   FloatDivisor<Acc> cols;
 
-  // Sets the members that depend on the arguments alone. Returns whether ByteStride and ints can address all rows, with
-  // one stride for mean and rstd. Otherwise GeneralRows or GatedRows take the rows.
+  // Sets the members that depend on `p` alone. Returns whether ByteStride and ints can address all rows, with one
+  // stride for mean and rstd. Otherwise the host chooses the variant GeneralRows or GatedRows, which has 64-bit
+  // addresses.
   template <class T, class X>
   bool initialize(const BackwardParams& p) {
     flags = make_flags(p);
@@ -43,7 +44,7 @@ namespace {
 using RowSums = PartialResult;
 enum RowSum { kSumOfD, kSumOfG, kSumOfGD };
 
-// The arrays that are staged. Only gated norms have a gate.
+// The arrays whose rows are staged. Only gated norms have a gate.
 enum StagedArray { kX, kDy, kGate };
 
 // A stage holds this beside the elements of a row: the statistics, and addresses of arrays that are not staged.
@@ -58,10 +59,10 @@ struct alignas(16) BackwardRowHeader {
   short misalignments[kArrays];  // by StagedArray: see ThreadColumns::misalignment()
 };
 
-// A thread's work on its columns of the staged rows. `stage_offset` is the byte offset in the warp's ring of a stage,
-// which has
+// A thread's work on its columns of the staged rows. `stage_offset` is the offset in bytes of a stage in the warp's
+// ring. A stage has
 //
-//   [ x, of X | dy, of T | headers of the warp's rows | gate, of T ]
+//   [ x, of type X | dy, of T | headers of the warp's rows | for a gated norm the gate, of T ]
 template <class T, class X, class Variant>
 struct BackwardStagedRows {
   using Columns = ThreadColumns<X, Variant::kMapping, Variant::kLanes>;
@@ -75,7 +76,7 @@ struct BackwardStagedRows {
   static constexpr bool kLoadsGradSumFirst = Variant::kMapping == Mapping::kVectors && Variant::kRowSpansWarps;
   static constexpr int kMaxStages = Variant::kIsGeneral ? 2 : 3;  // plan_stages() chooses this number, or one less
   static constexpr int kMaxRows = Variant::kRowSpansWarps ? 1 : kWarpSize / kMinLanes;  // per warp
-  // Bytes from the begin of a stage to its parts, and of a whole stage.
+  // Bytes from the begin of a stage to each of its parts, and bytes of a whole stage.
   static constexpr int kDyBegin = Columns::template staged_bytes<X>(kMaxRows);
   static constexpr int kHeaderBegin = kDyBegin + Columns::template staged_bytes<T>(kMaxRows);
   static constexpr int kGateBegin = kHeaderBegin + kMaxRows * static_cast<int>(sizeof(Header));
@@ -161,8 +162,8 @@ struct BackwardStagedRows {
       return {staged<kX>(stage_offset), staged<kDy>(stage_offset), staged<kGate>(stage_offset)};
     return {staged<kX>(stage_offset), staged<kDy>(stage_offset), nullptr};
   }
-  // Reads elements [j, j + kStep) of a row: d (see ScaledStatistics), and dn, which is dy but for a gated norm
-  // (backward.cu). The caller passes scaled_mean, or 0 for elements after the end, which gives them a d of 0.
+  // Reads elements [j, j + kStep) of a row, and computes d (see ScaledStatistics) and dn, which is dy except in a gated
+  // norm (backward.cu). scaled_mean is statistics.scaled_mean, or 0 for elements after the end, so that their d is 0.
   __device__ __forceinline__ void read(Acc (&d)[kStep], Acc (&dn)[kStep], const Columns& columns, const Arrays& from,
                                        int j, const ScaledStatistics& statistics, Acc scaled_mean,
                                        const Acc (&weight)[kElements], int64_t sample) const {
@@ -186,8 +187,9 @@ struct BackwardStagedRows {
     }
   }
 
-  // Adds this thread's elements of a row to `sums`, except in a second launch, which loads the sums of the first. d
-  // must be 0 after the end of the row, where x and dy are 0: vectors get a mean of 0, and other mappings replace d.
+  // Adds this thread's elements of a row to `sums`, except in a second launch, which loads the sums of the first. After
+  // the end of the row, x and dy are 0, and d must be 0, too: with kVectors, such vectors get a scaled_mean of 0, and
+  // other mappings replace d.
   __device__ __forceinline__ void sum_row(RowSums& sums, int stage_offset, const ScaledStatistics& statistics,
                                           const Acc (&weight)[kElements], int64_t sample) const {
     if (flags.has(kSecondLaunch)) return;
@@ -224,9 +226,9 @@ struct BackwardStagedRows {
     return {xhat, g, g_xhat - xhat * g};
   }
 
-  // Stores this thread's columns of dx and of the gate's gradient, and adds its terms of dweight and dbias to `dw` and
-  // `db`. It adds them even if the call does not need these gradients, because a branch costs more; and also columns
-  // after the end, which the kernel does not store.
+  // Stores this thread's columns of dx and of the gate's gradient, and adds the row's terms of dweight and dbias to
+  // `dw` and `db`. It adds them even if the call does not need these gradients, because a branch costs more. It also
+  // adds to columns after the end of the row, which the kernel does not store.
   template <class HasGradSum>
   __device__ __forceinline__ void store_gradients(HasGradSum has_grad_sum, Acc (&dw)[kElements], Acc (&db)[kElements],
                                                   int stage_offset, const ScaledStatistics& statistics,

@@ -12,13 +12,13 @@ using PartialResult = Acc[3];
 // Gives the blocks of a row the results of all of them.
 //
 // If a cluster shares a row, each block stores its result in the shared memory of all blocks of the cluster
-// (distributed shared memory), and an mbarrier there tells when all have arrived. A block has one row in each iteration
-// of its loop. Four buffers, which take turns, suffice: a block sends the result of iteration i only after it has
-// received those of iteration i - 2 from every block, and these blocks sent them only after a barrier that follows
-// their reads of iteration i - 4.
+// (distributed shared memory), and an mbarrier there tells when all results have arrived. A block has one row in each
+// iteration of its loop. Four buffers, which take turns, suffice: when a block sends result i, it has received result
+// i - 2 of every block, and each block sent result i - 2 after a barrier that follows its reads of results i - 4. So no
+// block still reads the buffer that result i overwrites.
 //
-// Otherwise the kernel is launched twice: the first launch stores the results in the workspace, and the second one
-// loads them.
+// If the blocks of a row are no cluster, the kernel is launched twice: the first launch stores the results in the
+// workspace, and the second one loads them.
 class BlockExchange {
  public:
   static constexpr int kBuffers = 4;
@@ -73,7 +73,7 @@ class BlockExchange {
   const Flags flags_;
 };
 
-// Launches a kernel once or, if its blocks share rows but are not a cluster, twice: see BlockExchange.
+// Launches a kernel once or, if blocks share rows without being a cluster, twice: see BlockExchange.
 template <class Params, class Plan>
 void launch_once_or_twice(const LaunchConfig& config, void (*kernel)(Params, Plan), const Params& p, Plan plan) {
   if (plan.row_blocks > static_cast<int>(config.cluster)) {

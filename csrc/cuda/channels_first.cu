@@ -8,9 +8,9 @@
 // So warps load contiguous pixels, and each sum over the channels adds the sums of the 8 warps in shared memory, with
 // two barriers. A tile [channels, 32] is staged in shared memory if it fits (`staged`): with n = images * channels *
 // pixels, forward then moves 2 * n * sizeof(T) bytes, and backward 3 * n * sizeof(T). Otherwise, each pass over the
-// channels reads global memory. Staged tiles whose channels start at multiples of 16 bytes are copied in vectors
-// (kAlignedChannels). Forward computes the mean first, and then the average of x - mean, which corrects the mean, and
-// the variance.
+// channels reads global memory. Staged tiles whose channels start at multiples of 16 bytes are copied in vectors of 16
+// bytes (kAlignedChannels). Forward sums each tile twice: first for the mean, and then for the variance and for the
+// average of x - mean, which corrects the mean.
 //
 // Source: Ba et al. 2016, arXiv:1607.06450.
 #include <algorithm>
@@ -31,14 +31,15 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kUnroll = 8;  // channels that a thread loads before it uses them
-// The resident blocks that __launch_bounds__ asks for. Without them, nvcc aims at more and spills registers.
+// The resident blocks per multiprocessor that __launch_bounds__ asks for. Without these numbers, nvcc aims at more
+// resident blocks and spills registers.
 constexpr int kMinBlocksOfForward = 3, kMinBlocksOfBackward = 2;
 
-// Bytes of static shared memory of either kernel: of sum_warps<1> and sum_warps<2> in forward, of sum_warps<3> in
-// backward.
+// Bytes of static shared memory of either kernel: forward has the arrays of sum_warps<1> and sum_warps<2>, and backward
+// has the array of sum_warps<3>.
 constexpr int64_t kStaticShared = 3 * kWarps * kWarpSize * static_cast<int64_t>(sizeof(double));
 
-// The channels of one pixel, which are `stride` elements apart: in global memory, or 32 in a staged tile.
+// The channels of one pixel, in global memory or in a staged tile. They are `stride` elements apart, 32 in a tile.
 template <class E>
 struct Channels {
   E* data;
@@ -50,7 +51,7 @@ struct Channels {
   __device__ __forceinline__ E& operator[](int64_t c) const { return data[c * stride]; }
 };
 
-// The weight or the bias of a pixel's image, by channel: elements of T or float, or default_value if the call has none.
+// The weight or the bias of a pixel's image, indexed by channel: elements of T or float, or default_value without it.
 template <class T>
 struct ChannelWeight {
   const Flags flags;
@@ -69,8 +70,8 @@ struct ChannelWeight {
   }
 };
 
-// The channels of a chunk, which a thread sums in float before it adds them to its sum in double. With 64, one outlier
-// among thousands of equal values would give a larger error than promised.
+// The channels of a chunk, which a thread sums in float before it adds the sum to its sum in double. With 64 channels,
+// one outlier among thousands of equal values would give a larger error than promised.
 constexpr int kChunk = 16;
 
 // Calls f(c) for each channel c of this warp, and end_of_chunk() after each kChunk of them.
@@ -85,7 +86,7 @@ __device__ __forceinline__ void for_each_channel(int64_t channels, const F& f, c
 }
 
 // Calls copy(shared, global) for each vector that this thread moves between a staged tile [channels, 32] and global
-// memory. The tile has the pixels from first_pixel on; those from end_pixel on are after the array or the segment.
+// memory. The tile starts at first_pixel. Pixels from end_pixel on, after the array or the segment, are not copied.
 template <class E, class F>
 __device__ __forceinline__ void for_each_vector(void* shared, const View& view, int64_t first_pixel, int64_t end_pixel,
                                                 const Params& p, const ChannelsFirstPlan& plan, const F& copy) {
@@ -101,7 +102,7 @@ __device__ __forceinline__ void for_each_vector(void* shared, const View& view, 
   }
 }
 
-// Replaces each lane's values, of its pixel, by their sums over the same lane of all warps of the block.
+// Replaces each lane's values by their sums over all warps of the block. Lane l of every warp has the same pixel.
 template <int kCount>
 __device__ __forceinline__ void sum_warps(double (&values)[kCount]) {
   __shared__ double warp_values[kCount][kWarps][kWarpSize];
@@ -132,7 +133,7 @@ __device__ __forceinline__ void sum_channels(double (&sums)[kCount], int64_t cha
   sum_warps(sums);
 }
 
-// Forward of one tile per block: the mean, then the variance of differences from it, then the output.
+// Forward of one tile per block: the mean, then the variance of differences from the mean, then the output.
 template <class T>
 __global__ void __launch_bounds__(kThreads, kMinBlocksOfForward)
     channels_first_forward(const ForwardParams p, const ChannelsFirstPlan plan) {
@@ -160,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfForward)
   const auto load = [&](int64_t c) { return static_cast<Acc>(x[c]); };
 
   Acc row_scale = 1, mean = 0;
-  double correction = 0, variance;  // the correction, the mean of x - mean, is the rounding error of the mean
+  double correction = 0, variance;  // the correction, the average of x - mean, is the rounding error of the mean
   for (bool is_second_try = false;; is_second_try = true) {
     if (!rms) {
       double sum[1] = {};
@@ -176,8 +177,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfForward)
     if (!rms) correction = plan.channels.divide(moments[0]);
     variance = moments[1] * plan.channels.reciprocal - correction * correction;
     if (variance < 0) variance = 0;  // this comparison keeps NaN
-    // If a sum of a pixel has overflowed, the block repeats all sums, with a row_scale for this pixel; the others get
-    // the same result. A pixel that holds NaN or infinity is repeated, too, and gives NaN again.
+    // If a sum of a pixel has overflowed, the block repeats all sums, with a row_scale for this pixel; other pixels get
+    // the same result. Sums of a pixel that has NaN or infinity are repeated, too, and give NaN again.
     const bool overflows = !(variance < kInfinity);
     if (is_second_try || !__syncthreads_or(overflows)) break;
     if (overflows) row_scale = kRowScale;
@@ -204,13 +205,13 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfForward)
   for_each_vector<T>(shared, p.output, first_pixel, end_pixel, p, plan, [](auto* from, auto* to) { *to = *from; });
 }
 
-// Backward. A block takes every gridDim.x-th segment, and in turn the tiles of a segment. The workspace gets the
-// partial sums of dweight [num_weight_partials, channels] and of dbias [num_bias_partials, channels], with a row for
-// each segment.
+// Backward. A block takes every gridDim.x-th segment, and the tiles of a segment one after the other. It stores the
+// partial sums of dweight [num_weight_partials, channels] and of dbias [num_bias_partials, channels] in the workspace,
+// which has a row for each segment.
 template <class T>
 __global__ void __launch_bounds__(kThreads, kMinBlocksOfBackward)
     channels_first_backward(const BackwardParams p, const ChannelsFirstPlan plan) {
-  const Flags flags = plan.flags;  // some options are read from p instead, which takes fewer registers
+  const Flags flags = plan.flags;  // the kernel reads some options from p instead, which takes fewer registers
   const int lane = threadIdx.x % kWarpSize;
   extern __shared__ __align__(16) unsigned char shared[];  // x and dy [channels, kWarpSize]
   const Channels<T> staged_x(reinterpret_cast<T*>(shared) + lane, kWarpSize);
@@ -309,8 +310,8 @@ bool is_aligned(const Params& p, const View& view) {
                         view.col_stride % vector == 0);
 }
 
-// Plans a launch, without the segments of backward. `are_aligned` says that is_aligned() holds for all arrays of
-// pixels. All staged arrays together have bytes_per_channel for a channel of a pixel.
+// Plans a launch, without the segments of backward. `are_aligned` tells whether is_aligned() holds for all arrays of
+// pixels. bytes_per_channel are the bytes of one channel of one pixel in all staged arrays together.
 template <class P>
 ChannelsFirstPlan make_plan(const P& p, bool are_aligned, int64_t bytes_per_channel, LaunchConfig& config) {
   ChannelsFirstPlan plan = {};

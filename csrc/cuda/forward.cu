@@ -5,7 +5,7 @@
 // A residual is added first, to the input or to its product with input_scale, and the sum is stored. Input and output
 // are of type T, x of X (float with a float32 residual, else T), weights of W (T or float), sums of Acc (float).
 //
-//   columns (16 bits / float32)   threads that share a row      file                    where it is kept
+//   columns (16 bits / float32)   threads that share a row      file                    memory of the row
 //   whole vectors, up to
 //     248 / 124                   lanes with 4 rows each        forward_registers.cu    registers
 //     1024 / 512                  lanes with 2 rows each        forward_registers.cu    registers
@@ -17,10 +17,11 @@
 //     any number                  blocks, in two launches       block_exchange.cuh too  shared memory
 //   images                        a lane of each warp           channels_first.cu       shared memory
 //
-// Before compute capability 9.0 there are no clusters, and staged rows of more than 8192 columns take two launches,
-// which read them twice. The choice depends on the dtype and the number of columns alone, and so does the order of
-// summation, except for rows further apart than 2 GiB and for more than 2^30 rows, which are always staged. moments.cuh
-// has the numerical method.
+// "Whole vectors" means that the number of columns is a multiple of the 8 or 4 elements in 16 bytes. Before compute
+// capability 9.0 there are no clusters, and staged rows of more than 8192 columns take two launches, which read them
+// twice. The choice depends on the dtype and the number of columns alone, and so does the order of summation, except
+// for rows further apart than 2 GiB and for more than 2^30 rows, which are always staged. moments.cuh has the numerical
+// method.
 //
 // Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467.
 #include "launch_plan.h"

@@ -1,7 +1,7 @@
-// Forward for rows of whole vectors that fit into registers; forward.cu has the formulas.
+// Forward for rows of whole vectors (16 bytes) that fit into registers; forward.cu has the formulas.
 //
-// A row belongs to a group of row_threads threads: 1 to 32 lanes of a warp or, with barriers, the whole block. Each
-// group has kRows rows, so a block of G groups has kRows * G rows:
+// A row belongs to a group of row_threads threads: 1 to 32 lanes of a warp, or the whole block, whose warps then need
+// a barrier. Each group has kRows rows, so a block of G groups has kRows * G rows:
 //
 //   group g of block b     rows (b * kRows + r) * G + g, for r < kRows
 //   thread t of a group    kVectors vectors of each of these rows, t, t + row_threads, t + 2 * row_threads, ..., in
@@ -14,7 +14,7 @@
 //
 // A thread requests all of its vectors of x at once, and prefetches weight and bias at the same time, so that it waits
 // for memory once. Loads of x bypass the L1 cache, which keeps weight and bias. The kernel moves 2 * samples * rows *
-// cols * sizeof(T) bytes; with a residual also those of the residual and the sum.
+// cols * sizeof(T) bytes of input and output; with a residual also the bytes of the residual and the sum.
 #include "../dtypes.h"
 #include "moments.cuh"
 
@@ -24,14 +24,14 @@ namespace layernorm::cuda {
 struct RegistersPlan : ForwardPlan {
   unsigned vectors;  // per row
   int row_threads, log2_row_threads;
-  // Bytes from where the next row of a sample would be, after its last one, to the first row of the next sample.
+  // For each array, the bytes from the end of a sample, where one more row of it would start, to the next sample.
   int64_t x_gap, input_gap, output_gap, sum_gap;
 };
 
 namespace {
 
-// The log2_row_threads of a row that spans the block: so large that threadIdx.x >> it is 0, the only group, and that
-// threadIdx.x & ((1 << it) - 1) is threadIdx.x, the thread's index in the group.
+// The log2_row_threads of a row that spans the block. With a number n this large, threadIdx.x >> n is 0, the index of
+// the only group, and threadIdx.x & ((1 << n) - 1) is threadIdx.x, the thread's index in the group.
 constexpr int kLog2OfWholeBlock = 30;
 
 // A thread's work: kVectors vectors of each of its kRows rows.
@@ -75,8 +75,8 @@ struct ThreadRows {
     for (int r = 0; r < kRows; ++r)
       samples[r] = plan.rows_per_sample.divide_short(min(first + r * groups_per_block(), last));
   }
-  // The address of row number `row` among all samples * rows, which is in sample `sample`: as if there were one sample,
-  // plus the gap for each sample before. This needs no branch for several samples.
+  // The address of row number `row` among all samples * rows, which is in sample `sample`: row * stride as if there
+  // were one sample, plus the gap for each sample before. This needs no branch for several samples.
   template <class E>
   __device__ __forceinline__ E* address_of(const View& view, const ByteStride& stride, int64_t gap, unsigned row,
                                            unsigned sample) const {
@@ -84,7 +84,7 @@ struct ThreadRows {
   }
 
   // Loads kCount vectors of a row from this thread's vector `begin` on. Vectors after the end of the row, or all if
-  // `exists` is false, get the default value.
+  // `exists` is false, get the default value. kConstant is explained at load_vector_if().
   template <bool kConstant, class E, int kCount>
   __device__ __forceinline__ void load(Vec<E> (&v)[kCount], bool exists, const E* row, int begin,
                                        E default_value) const {
@@ -135,7 +135,8 @@ struct ThreadRows {
       }
     }
   }
-  // Loads the thread's vector i of a sample's weight, bias or input_scale of W, or default values if `exists` is false.
+  // Loads the thread's vector i of a sample's weight, bias or input_scale, whose elements have type W. If `exists` is
+  // false, gives default values.
   template <class W>
   __device__ __forceinline__ void load_weight_vector(Acc (&v)[kVec], const View& view, bool exists, int64_t sample,
                                                      int i, float default_value) const {
@@ -155,7 +156,7 @@ struct ThreadRows {
     const Acc weight_offset = has(kZeroCentered) ? Acc(1) : -Acc(0);  // -0 changes no number
     for (int e = 0; e < kVec; ++e) weight[e] += weight_offset;
   }
-  // Prefetches a sample's weight (kWeight) or bias (kBias): each thread of the row requests other cache lines.
+  // Prefetches a sample's weight (kWeight) or bias (kBias): the threads of the row request different cache lines.
   __device__ __forceinline__ void prefetch_parameter(Flag parameter, const View& view, int64_t sample) const {
     if (!has(parameter)) return;
     with_weight_type<T>(plan.flags, [&](auto element) {
@@ -166,7 +167,7 @@ struct ThreadRows {
   }
 
   // Estimates the mean of a row by the average of its first vector. If the row spans the block, all threads have loaded
-  // that vector. Otherwise only the row's first lane has, and broadcasts the average to the row's other lanes.
+  // that vector. Otherwise only the row's first lane has loaded it, and broadcasts the average to the other lanes.
   __device__ __forceinline__ Acc estimate_mean(const Vec<X>& first_vector) const {
     Acc v[kVec];
     widen(v, first_vector);
@@ -194,7 +195,7 @@ struct ThreadRows {
     Acc centers[kRows];
     unsigned samples[kRows];
     find_samples(samples);
-    // If a row spans the block, all threads load its first vector, like thread 0, to estimate the mean from it.
+    // If a row spans the block, every thread loads its first vector, as thread 0 does, to estimate the mean from it.
     Vec<X> first_of_row[1];
     fill(first_of_row[0], X(0.0f));
     if (row_spans_block() && !has(kRms)) {
@@ -233,8 +234,8 @@ struct ThreadRows {
         normalizers[r].store_statistics(p, plan, {samples[r], row - samples[r] * static_cast<unsigned>(p.rows)});
       }
       if (has(kResidual)) {
-        // The sum may overwrite the residual: the barrier in reduce_moments() is after all threads' loads of its first
-        // vector, and no other thread reads this thread's vectors.
+        // The sum may overwrite the residual in memory: the barrier in reduce_moments() is after all threads' loads of
+        // the row's first vector, and no other thread reads this thread's vectors.
         X* const sum = address_of<X>(p.sum, plan.sum_stride, plan.sum_gap, row, samples[r]);
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) store(exist[r], sum, x[r][i], i);
@@ -258,9 +259,10 @@ struct ThreadRows {
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-// The resident blocks per multiprocessor that __launch_bounds__ asks for. Blocks have 128 threads, or up to 256 with
-// kRows = 1. Three blocks of 256, or six of 128, leave a thread 80 registers, and two of 256, or four of 128, leave it
-// 128. With 80, a float32 row with kRows = 1 would spill in code for 8.0, and for 10.0 and later.
+// The resident blocks per multiprocessor that __launch_bounds__ asks for, which limits the registers of a thread.
+// Blocks have 128 threads, or up to 256 with kRows = 1. With three blocks of 256 or six of 128, a thread has 80
+// registers; with two of 256 or four of 128, it has 128. With 80, a float32 row with kRows = 1 would spill to local
+// memory in code for compute capability 8.0, and for 10.0 and later.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ / 100 == 9
 template <class X>
 constexpr int kMinBlocksOfOneRow = 3;
@@ -296,7 +298,7 @@ Instance instance() {
 }
 
 // Chooses the instance for rows of so many vectors. A thread has eight vectors: of one long row, or of two or four
-// short ones, which share instructions.
+// short rows, which share the instructions for addresses and weights.
 template <class T, class X>
 Instance choose_instance(int64_t vectors) {
   if constexpr (std::is_same_v<T, X>) {

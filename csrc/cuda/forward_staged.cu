@@ -1,23 +1,25 @@
-// Forward for the rows that forward_registers.cu does not take: long rows, rows that are not whole vectors, and gated
-// norms. forward.cu has the formulas and tells which threads share a row.
+// Forward for the rows that forward_registers.cu does not take: long rows, rows that are not whole vectors (16 bytes),
+// and gated norms. forward.cu has the formulas and tells which threads share a row.
 //
 //   fetch(): global memory -> stage -> compute_moments(): x, moments -> [exchange, merge()] -> store_output(): y
 //
-// Blocks are persistent: a block takes its rows in a loop, rows_per_iteration of them in each iteration. These are one
-// row, or one for each group of lanes that share a row. The block with blockIdx.x = b has the columns [b * block_cols,
-// (b + 1) * block_cols) of its rows. A thread owns the same 16 of them in all iterations (thread_columns.cuh), and
-// keeps their weights and biases in registers. Each warp has a ring of up to three stages in shared memory: the kernel
-// reads one twice, while asynchronous copies (cp.async) fill the others with the rows of the next iterations. 2 *
-// samples * rows * cols * sizeof(T) bytes are moved; with a residual also those of the residual and the sum, which
-// overwrites the residual in the stage. The input_scale is read from the caches for each row.
+// Blocks are persistent: a block takes its rows in a loop, rows_per_iteration of them in each iteration. This number is
+// one, or the number of groups of lanes that share a row. The block with blockIdx.x = b has the columns [b *
+// block_cols, (b + 1) * block_cols) of its rows. A thread owns the same 16 of these columns in all iterations
+// (thread_columns.cuh), and keeps their weights and biases in registers. Each warp has a ring of up to three stages in
+// shared memory: the kernel reads one twice, while asynchronous copies (cp.async) fill the others with the rows of the
+// next iterations. The kernel moves 2 * samples * rows * cols * sizeof(T) bytes of input and output; with a residual
+// also the bytes of the residual and the sum, which overwrites the residual in the stage. The input_scale is read from
+// the caches for each row.
 //
 // A block has one barrier per row, and a cluster also one exchange of moments. A cluster stores the output of a row one
-// iteration after it has summed the row (`lag`), so that the exchange travels while it sums the next row. The first
-// warp of a block merges the moments of the last row before the barrier that the sums of the next row need anyway.
+// iteration after it has summed the row (`lag`), so that it need not wait for the exchange: it sums the next row in the
+// meantime. The first warp of a block merges the moments of the previous row before the barrier that the sums of the
+// next row need anyway.
 //
-// The gate of a gated norm is staged like the input beside a residual: 3 * samples * rows * cols * sizeof(T) bytes are
-// moved. What is normalized, the input or its product with the activated gate, stays in registers between the sums and
-// the output.
+// The gate of a gated norm is staged in the place that the input has beside a residual: 3 * samples * rows * cols *
+// sizeof(T) bytes are moved. The input of the norm (norm_input), which is the input of the call or its product with the
+// activated gate, stays in registers between the sums and the output.
 //
 // Source: Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances, 1979.
 #include "../dtypes.h"
@@ -32,7 +34,7 @@ struct StagedPlan : ForwardPlan, RowDivision {
   int rows_per_iteration, iterations;                             // per block
   int lag;                                                        // iterations from a row's sums to its output: 0 or 1
   void* workspace;                                                // of BlockExchange
-  FloatDivisor<Acc> block_cols_divisor, last_block_cols_divisor;  // by block_cols, and by those of a row's last block
+  FloatDivisor<Acc> block_cols_divisor, last_block_cols_divisor;  // by the columns of a block, and of a row's last one
 };
 
 namespace {
@@ -40,13 +42,13 @@ namespace {
 constexpr int kMaxStages = 3;  // with a lag: one whose row is summed, one whose output is stored, one that is filled
 
 // The most warps of a block in a cluster, unless 8 such blocks are too few for a row. A multiprocessor runs three
-// blocks of 8 warps in code for 9.0, or two in other code, and one goes on while another waits at a barrier. It runs
-// only one block of 16 warps.
+// blocks of 8 warps in code for 9.0, or two in other code, so that one block works while another waits at a barrier. It
+// runs only one block of 16 warps.
 constexpr int64_t kPreferredWarps = 8;
 
-// A stage holds this beside the elements of a row: the addresses of its results, and a copy of the first vector of the
-// block's columns, from which every warp estimates the mean. 32 bytes, because a vector that is not aligned takes two
-// granules of 16 bytes.
+// A stage holds this beside the elements of a row: the addresses of its results, and copies of the first vector of the
+// block's columns, from which every warp estimates the mean. Copies have 32 bytes, because a vector that is not aligned
+// touches two aligned groups of 16 bytes (granules).
 template <class T, class X>
 struct alignas(16) ForwardRowHeader {
   unsigned char x[32], input_or_gate[32];
@@ -58,8 +60,8 @@ struct alignas(16) ForwardRowHeader {
 
 // ---- rows in shared memory ------------------------------------------------------------------------------------------
 
-// A thread's work on its columns of the staged rows. `stage_offset` is the byte offset in the warp's ring of a stage,
-// which has
+// A thread's work on its columns of the staged rows. `stage_offset` is the offset in bytes of a stage in the warp's
+// ring. A stage has
 //
 //   [ headers of the warp's rows | x | with a residual the input, or the gate ]
 //
@@ -69,7 +71,7 @@ struct ForwardStagedRows {
   using Columns = ThreadColumns<X, Variant::kMapping, Variant::kLanes>;
   using Header = ForwardRowHeader<T, X>;
   static constexpr int kElements = Columns::kElements, kVec = Columns::kVec;
-  static constexpr int kStep = Variant::kIsGeneral ? std::min(kVec, 4) : kVec;  // elements processed together
+  static constexpr int kStep = Variant::kIsGeneral ? std::min(kVec, 4) : kVec;  // elements of one step of a loop
 
   const ForwardParams& p;
   const StagedPlan& plan;
@@ -79,7 +81,7 @@ struct ForwardStagedRows {
   const int block_cols;         // the block's columns; fewer in the last block of a row
   unsigned char* const shared;  // the warp's ring
 
-  // The bytes of a stage before x, and of a whole stage, of a warp with so many rows.
+  // The bytes of a stage before x, and of a whole stage, for a warp that has `rows` rows.
   __host__ __device__ static int x_begin(int rows) { return rows * static_cast<int>(sizeof(Header)); }
   __host__ static int stage_bytes(int rows, Flags flags) {
     const bool has_input_or_gate = flags.has(kResidual | kGatedNorm);
@@ -101,7 +103,7 @@ struct ForwardStagedRows {
   }
 
   // Starts to copy the warp's columns of a row to a stage, or zeros if the row does not exist, and writes the header of
-  // the row. `row_number` is the number among all samples * rows.
+  // the row. `row_number` counts the rows of all samples.
   __device__ __forceinline__ void fetch(int64_t row_number, bool exists, int stage_offset) const {
     const int cols = exists ? block_cols : 0;
     using Index = typename Variant::Index;
@@ -126,8 +128,8 @@ struct ForwardStagedRows {
       to.input_or_gate_misalignment = static_cast<short>(columns.misalignment(input_or_gate));
     });
   }
-  // Starts to copy the block's first vector of an array to a part of the header: two lanes copy a granule each. `array`
-  // points to the block's first column.
+  // Starts to copy the first vector of the block's columns of an array to a member of the header: two lanes copy 16
+  // bytes each. `array` points to the block's first column.
   template <class E>
   __device__ __forceinline__ void fetch_first_vector(unsigned char* to, const E* array, int cols) const {
     if (columns.lane_in_row > 1) return;
@@ -137,7 +139,7 @@ struct ForwardStagedRows {
                    min(max(end - granule, 0), 16), granule == 0 ? offset : 0);
   }
 
-  // The addresses of this thread's element 0 in the two arrays of a stage.
+  // The addresses of this thread's element 0 in x and in the second array of a stage.
   __device__ __forceinline__ X* staged_x(int stage_offset) const {
     return columns.template staged_elements<X>(x_at(stage_offset), header(stage_offset).x_misalignment);
   }
@@ -150,7 +152,7 @@ struct ForwardStagedRows {
     return column < block_cols ? load_weight_element<T>(p.input_scale, sample, block_begin + column, flags) : 0;
   }
   __device__ __forceinline__ bool row_exists(int stage_offset) const { return header(stage_offset).row_number >= 0; }
-  // The index of the staged row; row 0 if the row does not exist, whose results are not stored.
+  // The index of the staged row. A row that does not exist has the index of row 0, and its results are not stored.
   __device__ __forceinline__ RowIndex row_index(int stage_offset) const {
     return split_row_number(max(header(stage_offset).row_number, int64_t{0}), flags.has(kSeveralSamples),
                             plan.rows_per_sample);
@@ -174,7 +176,7 @@ struct ForwardStagedRows {
       columns.write_shared(x, j, round_to<X>(a));
     }
   }
-  // Reads what a gated norm normalizes: the input, or with gate_first input * f(gate), which is not rounded.
+  // Reads the values that a gated norm normalizes: the input, or with gate_first input * f(gate), not rounded to T.
   __device__ __forceinline__ void read_norm_input(Acc (&v)[kElements], int stage_offset) const {
     const auto columns = this->columns.recomputed();
     const X* const x = staged_x(stage_offset);
@@ -225,9 +227,9 @@ struct ForwardStagedRows {
     }
   }
 
-  // Computes x in the stage, and returns the moments of the block's columns, except in a second launch, which loads the
-  // moments of the first. Gated norms set norm_input to what is normalized; others do not use it. sum_over_row()
-  // explains `buffer` and before_barrier().
+  // Adds the input to a staged residual, and returns the moments of the block's columns. A second launch gets zeros,
+  // because it loads the moments that the first launch has stored. Gated norms set norm_input to the values that they
+  // normalize; other norms do not use it. sum_over_row() explains `buffer` and before_barrier().
   template <class F>
   __device__ __forceinline__ Moments compute_moments(Acc (&norm_input)[kElements], int stage_offset,
                                                      const FloatDivisor<Acc>& block_cols_divisor, int& buffer,
@@ -282,15 +284,15 @@ struct ForwardStagedRows {
     for (int j = 0; j < kElements; j += kStep) {
       Acc v[kStep];
       read(v, columns, x, norm_input, j);
-      // The sum may overwrite the residual in global memory. All warps of the block have read its first vector: there
-      // has been a barrier since they estimated the mean.
+      // The sum may overwrite the residual in global memory. All warps of the block have read the residual's first
+      // vector, because there has been a barrier since they estimated the mean.
       if (flags.has(kResidual)) columns.store_global(sum, j, v, cols);
       for (int e = 0; e < kStep; ++e) v[e] = fma(normalizer.xhat(v[e]), weight[j + e], bias[j + e]);
       if (Variant::kIsGated && !flags.has(kGateFirst)) apply_gate(v, columns, stage_offset, j);
       columns.store_global(output, j, v, cols);
     }
   }
-  // Reads elements [j, j + kStep) of what is normalized: x, or norm_input of a gated norm.
+  // Reads elements [j, j + kStep) of the normalized array: x, or norm_input of a gated norm.
   __device__ __forceinline__ static void read(Acc (&v)[kStep], const Columns& columns, const X* x,
                                               const Acc (&norm_input)[kElements], int j) {
     if constexpr (Variant::kIsGated) {
@@ -303,10 +305,10 @@ struct ForwardStagedRows {
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-// The __launch_bounds__ of BlockVectors and BlockElements: as if a block had so many threads, which gives a thread 80
-// registers in code for 9.0, 96 for 8.0, and 128 for 10.0 and later, where fewer would spill. So many threads are then
-// resident on a multiprocessor, in smaller blocks. GeneralRows and GatedRows have the largest block and a minimum of
-// one resident block; a minimum of 0 means none.
+// The block size that __launch_bounds__ promises for BlockVectors and BlockElements. Their blocks are smaller; the
+// number limits the registers of a thread to 80 in code for 9.0, 96 for 8.0, and 128 for 10.0 and later, where fewer
+// would spill. So many threads of smaller blocks are then resident on a multiprocessor. GeneralRows and GatedRows
+// promise the largest block, and ask for at least one resident block; other variants ask for none (0).
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 1000
 constexpr int kResidentThreads = 512;
 #elif __CUDA_ARCH__ >= 900
@@ -352,7 +354,7 @@ __global__ void __launch_bounds__(Variant::kIsGeneral ? kMaxBlockThreads : kResi
     __syncthreads();
   }
 
-  // The first warp merges the moments of the row's blocks for its block. Two buffers take turns: between two barriers,
+  // The first warp of each block merges the moments of the row's blocks. Two buffers take turns: between two barriers,
   // all warps read one of them, while the first warp may write the other one for the next row.
   __shared__ Normalizer merged_normalizers[2];
   const auto merge = [&](int iteration, int stage_offset) {
@@ -374,9 +376,9 @@ __global__ void __launch_bounds__(Variant::kIsGeneral ? kMaxBlockThreads : kResi
   int buffer = 0, stage_offset = 0;
 #pragma unroll 1
   for (int iteration = 0; iteration < plan.iterations + lag; ++iteration) {
-    // An iteration sums the row at stage_offset and stores the output of the row at finished_offset. This is the same
-    // row, or with a lag that of the last iteration: then the first iteration stores nothing, and one more iteration at
-    // the end sums nothing.
+    // An iteration sums the row at stage_offset and stores the output of the row at finished_offset. Both are the same
+    // row or, with a lag, the second is the row of the iteration before: then the first iteration stores nothing, and
+    // one more iteration at the end sums nothing.
     wait_for_stage<kMaxStages>(plan.stages - lag);
     const int finished_offset =
         lag == 0 || iteration == 0 ? stage_offset : (stage_offset == 0 ? ring_end : stage_offset) - plan.stage_bytes;
@@ -430,7 +432,8 @@ struct Launch {
   StagedPlan plan;
 };
 
-// Plans the launch of a variant: as many stages as fit into shared memory, and at most as many blocks as are resident.
+// Plans the launch of a variant: as many stages as fit into shared memory, up to kMaxStages, and at most as many blocks
+// as the GPU can run at once.
 template <class T, class X, class Variant>
 Launch plan_stages(const ForwardParams& p, StagedPlan plan) {
   const auto kernel = forward_staged<T, X, Variant>;
@@ -457,7 +460,8 @@ Launch plan_stages(const ForwardParams& p, StagedPlan plan) {
   return {kernel, config, plan};
 }
 
-// Chooses the kernel's variant, and plans its launch: GeneralRows if no other variant supports the call.
+// Chooses the kernel's variant, and plans its launch. GeneralRows takes the calls that no other variant supports: rows
+// that fit a warp, rows of two launches, a float32 residual beside 16-bit input, an input_scale, and large strides.
 template <class T, class X>
 Launch plan_launch(const ForwardParams& p) {
   StagedPlan plan = {};

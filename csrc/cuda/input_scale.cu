@@ -1,16 +1,17 @@
 // The gradients of input_scale and x in s = residual + input_scale * x on a GPU. With ds the gradient of s, which
-// backward has stored as grad_input, for every row of x and ds [samples, rows, cols]:
+// backward() has stored as grad_input, for every row of x and ds [samples, rows, cols]:
 //
 //   dx = input_scale * ds      dinput_scale = sum of ds * x over the rows that share the input_scale
 //
-// x is BackwardParams::scaled_input, dx grad_scaled_input and dinput_scale grad_input_scale. This kernel runs after the
-// kernel of backward, which has no registers left for a third sum of its columns. It moves samples * rows * cols *
-// (sizeof(X) + 2 * sizeof(T)) bytes.
+// x is BackwardParams::scaled_input, dx grad_scaled_input and dinput_scale grad_input_scale. This is a kernel of its
+// own, after backward, because the backward kernel has no registers left for a third sum of its columns. It moves
+// samples * rows * cols * (sizeof(X) + 2 * sizeof(T)) bytes, where X is the dtype of ds and T of x.
 //
-// A thread owns one vector of columns, by blockIdx.x and threadIdx.x. The threads of a block that own the same columns
-// differ in threadIdx.y: they take the rows of a segment (GradientPlan) in turn, and their sums are added at its end. A
-// block takes every gridDim.y-th segment, from blockIdx.y on. Products are added in float over kRowsInFlight rows and
-// then in double. The workspace holds the partial sums of dinput_scale [segments, cols], which add_partials adds.
+// blockIdx.x and threadIdx.x tell which vector of columns a thread owns. The threads of a block that own the same
+// columns differ in threadIdx.y: they take the rows of a segment (GradientPlan) in turn, and their sums are added at
+// its end. A block takes every gridDim.y-th segment, from blockIdx.y on. Products are added in float over kRowsInFlight
+// rows and then in double. The workspace has the partial sums of dinput_scale [segments, cols], which add_partials
+// adds.
 //
 // Source: Touvron et al., Going deeper with image transformers, 2021, arXiv:2103.17239.
 #include <algorithm>
@@ -26,10 +27,10 @@ constexpr int kRowsInFlight = 4;  // rows that a thread loads before it uses the
 
 // The values that the host computes from BackwardParams.
 struct InputScalePlan : GradientPlan {
-  bool whole_vectors;  // a row of x is whole vectors
+  bool whole_vectors;  // the number of columns is a multiple of a vector's 16 bytes of x
 };
 
-// The columns [begin, begin + count) that a thread owns of each row: kVec of them, or less at the end of the row.
+// The columns [begin, begin + count) that a thread owns of each row: kVec columns, or fewer at the end of the row.
 template <int kVec>
 struct ThreadVector {
   int64_t begin;
@@ -84,8 +85,8 @@ __device__ __forceinline__ void compute_gradients(const BackwardParams& p, const
     for (int first = threadIdx.y; first < segment.rows; first += kRowsInFlight * step) {
       Vector<X, kVec> ds[kRowsInFlight];
       Vector<T, kVec> x[kRowsInFlight];
-      // The thread's next kRowsInFlight rows, i = 0, 1, ... A row that does not exist gets the index of the first one,
-      // which has a valid address.
+      // The thread's next rows, i = 0 to kRowsInFlight - 1. A row that does not exist gets the index of row 0, whose
+      // address is valid.
       const auto exists = [&](int i) { return first + i * step < segment.rows; };
       const auto index = [&](int i) {
         return split_row_number(segment.first_row + first + (exists(i) ? i * step : 0), plan.flags.has(kSeveralSamples),
@@ -133,8 +134,8 @@ __device__ __forceinline__ void compute_gradients(const BackwardParams& p, const
   }
 }
 
-// The kernel for elements T of kBytes = 4, float, or kBytes = 2, float16 and bfloat16, between which it chooses at run
-// time, as for X. An instance for each type would be no faster, because memory bounds the kernel.
+// The kernel for elements T of kBytes: 4 is float, and 2 is float16 or bfloat16. It chooses between these, and between
+// the types X, at run time: an instance for each type would be no faster, because memory bounds the kernel.
 template <int kBytes>
 __global__ void __launch_bounds__(kThreads) input_scale_gradients(const BackwardParams p, const InputScalePlan plan) {
   __shared__ double thread_sums[kThreads][16 / kBytes];
@@ -177,7 +178,7 @@ class ReservingAllocator final : public Allocator {
 
 auto kernel_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? input_scale_gradients<4> : input_scale_gradients<2>; }
 
-// Plans the launch, and completes `config`.
+// Plans the launch, and sets the grid, the block and the stream of `config`.
 InputScalePlan make_plan(const BackwardParams& p, LaunchConfig& config) {
   InputScalePlan plan = {};
   const bool per_sample = is_per_sample(p, p.grad_input_scale);

@@ -1,5 +1,5 @@
-// The kernels' interface to CUDA: launches, and the PTX instructions that CUDA C++ has no name for. Kernels and their
-// host code use no other launch syntax and no inline assembly.
+// The kernels' interface to CUDA: launches, and functions for PTX instructions that CUDA C++ has no function for. Other
+// files have no inline assembly, and launch kernels only by launch().
 #pragma once
 
 #include <cuda_bf16.h>
@@ -24,7 +24,7 @@ namespace layernorm {
 
 using Stream = cudaStream_t;
 
-// Throws if a call of the CUDA runtime failed. describe() returns the words for the call in the message.
+// Throws if a call of the CUDA runtime failed. describe() returns the description of the call for the message.
 template <class F>
 void check_status(cudaError_t status, const F& describe) {
   if (status == cudaSuccess) return;
@@ -32,8 +32,8 @@ void check_status(cudaError_t status, const F& describe) {
   throw std::runtime_error(std::string("layernorm: ") + describe() + ": " + cudaGetErrorString(status));
 }
 
-// Returns the value of `key` from a cache; make() computes it the first time. Each place in the source that calls this
-// has a cache of its own: its lambda has a type of its own, and so it calls another instance with other statics.
+// Returns the value of `key` from a cache; make() computes it the first time. Each call in the source has its own
+// cache: the type of its lambda is unique, so that it calls an instance of this template with its own static variables.
 template <class Value, class Key, class F>
 Value cached(const Key& key, const F& make) {
   static std::mutex mutex;
@@ -196,15 +196,15 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// Control over registers. A kernel keeps its rows or its column sums in registers. Others spill if the compiler also
-// keeps addresses, column numbers and elements that are converted to float from one phase of a row (its sums) to the
-// next (its results). Both functions return their argument, through an empty instruction that hides its value:
+// Control over registers. A kernel keeps its rows or its column sums in registers. They spill to local memory if the
+// compiler also keeps addresses, column numbers and elements converted to float from one phase of a row (its sums) to
+// the next (its results). Both functions return their argument, through an empty instruction that hides its value:
 //
 //   recompute_from(v)    the compiler computes what depends on the result again, and reuses nothing of an earlier phase
 //   keep_in_register(v)  the compiler keeps the result, and does not compute v again for each use
 //
-// Arrays stay in registers if their loops are unrolled. The compiler unrolls loops over the elements of a vector by
-// itself, and `#pragma unroll` those around them.
+// Arrays stay in registers if the loops over them are unrolled. The compiler unrolls loops over the elements of a
+// vector by itself; `#pragma unroll` marks the loops over vectors.
 template <class T>
 __device__ __forceinline__ T* keep_in_register(T* global) {
   asm("" : "+l"(global));
@@ -225,7 +225,7 @@ __device__ __forceinline__ Value recompute_from(Value v) {
   }
   return v;
 }
-// The compiler does not move loads and stores across this. It is no instruction.
+// The compiler does not move loads and stores across this, which emits no instruction.
 __device__ __forceinline__ void compiler_fence() { asm volatile("" ::: "memory"); }
 
 // Returns x / y with an error of a few units in the last place.
@@ -242,8 +242,8 @@ __device__ __forceinline__ void prefetch_to_l2(const void* address) {
 }
 
 // Loads a vector of 8, 16 or 32 bytes from global memory if `condition` is true, and else leaves `v` as it is. The load
-// is predicated, since a branch around it would copy the vector. kConstant is for memory that no thread of the kernel
-// writes and several rows read: the L1 cache keeps it. Other loads allocate no lines there.
+// is predicated, because the compiler would copy the vector if a branch were around it. kConstant is for memory that no
+// thread of the kernel writes and several rows read: the L1 cache keeps it. Other loads allocate no lines there.
 template <bool kConstant, class Vector>
 __device__ __forceinline__ void load_vector_if(bool condition, Vector& v, const void* from) {
   auto* const to = reinterpret_cast<uint32_t*>(&v);
@@ -269,10 +269,10 @@ __device__ __forceinline__ void load_vector_if(bool condition, Vector& v, const 
   }
 }
 
-// cp.async: starts to copy kBytes = 4, 8 or 16 bytes from global to shared memory, of which those after the first
-// `bytes` become zeros. async_commit() makes the thread's copies since the last commit a group. `unused` is only for
-// the emulator, which checks bounds: so many of the first bytes precede the array, because a copy of 16 bytes must
-// start at a multiple of 16, and no thread reads them.
+// cp.async: starts to copy `bytes` bytes from global to shared memory, where zeros follow them up to kBytes = 4, 8 or
+// 16. async_commit() makes the thread's copies since the last commit a group. `unused` is the number of leading bytes
+// that precede the array, because a copy of 16 bytes must start at a multiple of 16. No thread reads them; only the
+// emulator, which checks bounds, needs their number.
 template <int kBytes>
 __device__ __forceinline__ void async_copy(void* shared, const void* global, int bytes = kBytes, int /*unused*/ = 0) {
   if constexpr (kBytes == 16) {
@@ -332,7 +332,7 @@ class TransactionBarrier {
     }
   }
   // st.async: stores a value to the variable `shared` of the block with this rank in the cluster, which may be this
-  // one. Its bytes then arrive at the barrier of that block.
+  // block itself. The bytes then count as arrived at the same barrier of that block.
   template <class T>
   __device__ __forceinline__ void store(T& shared, const T& value, unsigned rank) {
     const auto* words = reinterpret_cast<const unsigned*>(&value);
@@ -362,7 +362,8 @@ __device__ __forceinline__ void wait_for_previous_grid() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// Lets the next kernel start, if it is launched with overlaps_previous, once all blocks have called this or returned.
+// Lets the next kernel start, if it is launched with overlaps_previous, once all blocks of this kernel have called this
+// function or returned.
 __device__ __forceinline__ void let_next_grid_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -14,13 +14,13 @@ constexpr int64_t kMaxRegisterVectors = 2048;
 constexpr int64_t kMaxWarpVectors = 128;
 constexpr int64_t kMaxBlockVectors = 2048;
 
-// Backward is a single launch if the rows take one block at most so many iterations, or each of up to 8 blocks of a
-// cluster. This block or cluster sums the weight gradients of all rows, because a second kernel (add_partials) would
-// take longer. See plan_launch().
+// Backward is a single launch if one block, or each of up to 8 blocks of a cluster, handles all rows in at most so many
+// iterations. This block or cluster sums the weight gradients of all rows, because a second kernel (add_partials) would
+// take longer. See plan_launch() in backward_kernel.cuh.
 constexpr int64_t kFewIterations = 2;
 
-// The most bytes that a block stages of images (channels_first.cu), so that two blocks fit on a multiprocessor of an
-// H100. GPUs of compute capability 8.6, 8.9 and 12.0 have about as much for one block, and so run one.
+// The most shared memory of a block for pixels of images (channels_first.cu), so that two blocks fit on a
+// multiprocessor of an H100. GPUs of compute capability 8.6, 8.9 and 12.0 have about so much in all, and run one block.
 constexpr int64_t kMaxStagedBytes = 96 * 1024;
 
 }  // namespace layernorm::cuda

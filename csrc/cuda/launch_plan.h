@@ -1,5 +1,5 @@
-// The values that the host code computes for all kernels beside Params: the flags of a call, the numbers with which
-// kernels find rows, and the segments of rows over which weight gradients are summed.
+// The values that the host code computes for a kernel and passes beside Params: the flags of a call, the numbers with
+// which kernels find rows, and the segments of rows over which weight gradients are summed.
 #pragma once
 
 #include <algorithm>
@@ -43,10 +43,10 @@ enum Flag : unsigned {
   kZeroCentered = 1 << 4,      // the weight is `weight` + 1
   kFloatWeights = 1 << 5,      // weight, bias and input_scale are float beside 16-bit input
   kClusterSharesRow = 1 << 6,  // the blocks of a cluster share a row
-  kFirstLaunch = 1 << 7,       // blocks share rows without a cluster: this launch stores their partial results
-  kSecondLaunch = 1 << 8,      // and this one loads these and stores the results (BlockExchange)
+  kFirstLaunch = 1 << 7,       // blocks share rows without a cluster: this launch stores a partial result of each block
+  kSecondLaunch = 1 << 8,      // this launch loads the partial results and stores the outputs (BlockExchange)
   kResidual = 1 << 9,          // forward only
-  kGradInput = 1 << 10,        // backward only, like the next six: it computes this gradient
+  kGradInput = 1 << 10,        // backward only, like the next six. kGrad...: backward computes this gradient
   kGradWeight = 1 << 11,
   kGradBias = 1 << 12,
   kGradSum = 1 << 13,  // grad_sum is added to grad_input
@@ -57,7 +57,7 @@ enum Flag : unsigned {
   kGatedNorm = 1 << 18,
   kGateFirst = 1 << 19,
   kSigmoid = 1 << 20,          // the activation of a gated norm is the sigmoid instead of SiLU
-  kAlignedChannels = 1 << 21,  // images only: their channels are staged, and start at multiples of 16 bytes
+  kAlignedChannels = 1 << 21,  // images only: channels are staged in shared memory, and start at multiples of 16 bytes
   kGradScaledInput = 1 << 22,  // this and the following flags: input_scale.cu only
   kGradInputScale = 1 << 23,
   kInputScalePerSample = 1 << 24,
@@ -80,8 +80,9 @@ struct Flags {
   void set(Flag flag, bool value) { bits = value ? bits | flag : bits & ~flag; }
 };
 
-// Whether each sample has a gradient of its own, by the view of that gradient. A gradient that is not computed (null)
-// has a sample_stride, too, so that the bits of the other gradients do not depend on which ones are computed.
+// Whether each sample has a gradient of its own: the sample_stride of the gradient's view tells. A gradient that is not
+// computed (null) has a sample_stride, too, so that the bits of the other gradients do not depend on which ones are
+// computed.
 inline bool is_per_sample(const Params& p, const View& gradient) {
   return gradient.sample_stride != 0 && p.samples > 1;
 }
@@ -122,8 +123,8 @@ inline Flags make_flags(const BackwardParams& p) {
 
 // ---- addresses of rows ----------------------------------------------------------------------------------------------
 
-// Divides integers >= 0 by a divisor that the host knows: multiplies by its reciprocal, (2^64 - 1) / divisor rounded
-// down. A division on the GPU would be a function call.
+// Divides integers >= 0 by a divisor that the host knows, by a multiplication with the divisor's reciprocal,
+// (2^64 - 1) / divisor rounded down. A division on the GPU would be a function call.
 class IntegerDivisor {
  public:
   struct Result {
@@ -166,7 +167,7 @@ __device__ __forceinline__ RowIndex split_row_number(int64_t row, bool several_s
   return {sample, row_in_sample};
 }
 
-// The address of the first element of a row in an array of E.
+// The address of the first element of a row in an array whose elements have type E.
 template <class E>
 __device__ __forceinline__ E* address(const View& view, const RowIndex& index) {
   return static_cast<E*>(view.data) + index.sample * view.sample_stride + index.row * view.row_stride;
@@ -191,13 +192,13 @@ class ByteStride {
   unsigned bytes_;
 };
 
-// The most rows that kernels number in an int. It is half of what fits, because the last block continues the numbers
-// beyond the last row.
+// The most rows that kernels number in an int: half the largest int, because the last block also numbers rows after the
+// last one.
 constexpr int64_t kMaxRowNumber = std::numeric_limits<int>::max() / 2;
 
 // Calls f(address_in) for the row with this number among all samples * rows. address_in(view, E(), byte_stride) returns
-// the row's address in an array of E: by the ByteStride, or by address() if kIsGeneral or there are several samples.
-// This condition is outside f, so that it is tested once and not for each array.
+// the row's address in an array of E. It calls address() if kIsGeneral or there are several samples, and else uses
+// the ByteStride. This condition is outside f, so that it is tested once and not for each array.
 template <bool kIsGeneral, class Index, class F>
 __device__ __forceinline__ void with_row_addresses(Index number, bool several_samples,
                                                    const IntegerDivisor& rows_per_sample, const F& f) {
@@ -213,8 +214,8 @@ __device__ __forceinline__ void with_row_addresses(Index number, bool several_sa
 
 // ---- weight gradients -----------------------------------------------------------------------------------------------
 
-// The iterations after which a thread of backward adds the sums of its columns, which are in registers, to those in the
-// workspace and starts again from 0: longer sums in float would round too much.
+// The iterations after which a thread of backward adds its column sums, which are in registers, to the column sums in
+// the workspace and starts again from 0: longer sums in float would round too much.
 constexpr int kIterationsPerSum = 256;
 
 // The partial sums [samples, segments, pitch] of one gradient [samples, cols], for add_partials.
@@ -227,8 +228,8 @@ struct PartialSums {
 // The segments over which dweight and dbias are summed. A gradient is a sum over the rows of its sample or, if all
 // samples share it, over all rows. These rows are divided into segments of successive rows. A block sums a segment,
 // rows_per_iteration rows in each iteration of its loop, and stores the partial sums in the workspace; add_partials
-// adds those of all segments. Example: 1000 rows that share a gradient, 8 rows per iteration, 25 resident blocks: 25
-// segments of 5 iterations, 40 rows each.
+// adds the partial sums of all segments. Example: with 1000 rows that share a gradient, 8 rows per iteration and 25
+// blocks that are resident on the GPU at once, there are 25 segments of 5 iterations, so of 40 rows.
 struct GradientPlan {
   Flags flags;
   IntegerDivisor rows_per_sample, segments_per_gradient;
@@ -238,10 +239,10 @@ struct GradientPlan {
   int64_t num_weight_partials, num_bias_partials;  // rows of partial sums in the workspace: num_segments, or 0
   void* workspace;
 
-  // Chooses the number of segments. If all rows share a gradient, each of the `resident` blocks has a segment.
-  // Otherwise, each gradient has up to 64 segments, which keep the GPU busy with few samples. A segment has at least
-  // min_iterations iterations, so that partial sums cause little traffic, and at most kIterationsPerSum, which may take
-  // more segments.
+  // Chooses the number of segments. If all rows share a gradient, each of the `resident` blocks has a segment. If each
+  // sample has a gradient, the gradient has up to 64 segments, which keep the GPU busy with few samples. Such a segment
+  // has at least min_iterations iterations, so that partial sums cause little traffic, and at most kIterationsPerSum,
+  // even if a gradient then has more than 64 segments.
   void set_segments(const BackwardParams& p, int64_t rows_per_iteration, int64_t resident, int64_t min_iterations) {
     const bool per_sample = has_gradients_per_sample();
     const int64_t gradients = per_sample ? p.samples : 1;
@@ -261,8 +262,8 @@ struct GradientPlan {
   __host__ __device__ __forceinline__ bool has_gradients_per_sample() const {
     return flags.has(kWeightPerSample | kBiasPerSample | kInputScalePerSample);
   }
-  // Whether a segment has all rows of a gradient, so that its block stores the gradient instead of partial sums. Longer
-  // segments than kIterationsPerSum need the workspace in any case.
+  // Whether a segment has all rows of a gradient, so that its block stores the gradient instead of partial sums. A
+  // segment of more than kIterationsPerSum iterations needs the workspace in any case.
   __host__ __device__ __forceinline__ bool stores_gradient_directly(Flag per_sample) const {
     return segments_per_gradient.divisor() == 1 && (flags.has(per_sample) || num_segments == 1) &&
            iterations <= kIterationsPerSum;
@@ -272,8 +273,8 @@ struct GradientPlan {
   int64_t num_partials(Flag gradient, Flag per_sample) const {
     return flags.has(gradient) && !stores_gradient_directly(per_sample) ? num_segments : 0;
   }
-  // Describes the partial sums of a gradient that has `num` rows of them in the workspace. Without any, it has the
-  // number of segments as well, so that the warps of add_partials, and the order in which they add up the other
+  // Describes the partial sums of a gradient, `num` rows of the workspace from first_row on. The result has the number
+  // of segments even if `num` is 0. So the warps of add_partials, and the order in which they add up the other
   // gradient, do not depend on which gradients are computed.
   PartialSums partial_sums(const BackwardParams& p, const View& gradient, Flag per_sample, int64_t first_row,
                            int64_t num) const {
@@ -291,7 +292,7 @@ struct GradientPlan {
 // The rows of one of the GradientPlan::num_segments segments.
 template <class Index>
 struct Segment {
-  Index sample = 0;  // whose weights the rows have; 0 if all samples share the weights
+  Index sample = 0;  // the sample whose weights the rows use; 0 if all samples share the weights
   Index first_row;   // among all samples * rows
   int rows;          // may be 0 in the last segment of a gradient
 
@@ -308,8 +309,8 @@ struct Segment {
   }
 };
 
-// Launches the kernel that adds the partial sums of two gradients, which are floats or doubles (partials.cu). Does not
-// touch a gradient without partial sums. `config` is that of the kernel that stored them.
+// Launches the kernel that adds the partial sums of two gradients, which are floats or doubles (partials.cu). A
+// gradient without partial sums remains as it is. `config` is the configuration of the kernel that stored them.
 void launch_add_partials(const BackwardParams& p, const void* workspace, bool is_double, int64_t pitch,
                          const PartialSums& first, const PartialSums& second, LaunchConfig config);
 

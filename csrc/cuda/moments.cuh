@@ -1,20 +1,21 @@
 // The moments of rows in forward: the mean, and the sum m2 of the squared differences from it. A sweep over a row sums
 // d = x - center and d^2, where center is an estimate of the mean, the average of a few elements. Then mean = center +
-// sum(d) / cols, and m2 = sum(d^2) - sum(d)^2 / cols. If the estimate is more than a standard deviation off, or if a
-// sum overflows, the sweep is repeated. Both are rare. cpu/forward.cpp has the error bound.
+// sum(d) / cols, and m2 = sum(d^2) - sum(d)^2 / cols. The sweep is repeated if the estimate is more than a standard
+// deviation off, or if a sum overflows. Both are rare. cpu/forward.cpp has the error bound.
 #pragma once
 
 #include "row.cuh"
 
 namespace layernorm::cuda {
 
-// The moments of x * row_scale over a row or some of its columns. The mean is center + correction; RMSNorm has neither.
+// The moments of x * row_scale over a row or some of its columns. The mean is center + correction; both are 0 for
+// RMSNorm.
 struct Moments {
   Acc center, correction, m2, row_scale;
 
   // Sets correction and m2 from the sums of d and d^2 over `cols` columns, with d = x * row_scale - center. Returns
   // whether the sums must be repeated, with another row_scale because a sum has overflowed, or with another center
-  // because the estimate is too far off. NaN or infinity in the row give NaN, and are also repeated once.
+  // because the estimate is too far off. Sums of a row with NaN or infinity are NaN, and are also repeated once.
   __device__ __forceinline__ bool set_from_sums(Acc sum, Acc sum_of_squares, const FloatDivisor<Acc>& cols, bool rms,
                                                 bool& center_is_estimate) {
     correction = rms ? 0 : cols.divide(sum);
@@ -37,13 +38,13 @@ struct Moments {
 // The values that the host computes from ForwardParams for the kernels of rows.
 struct ForwardPlan {
   Flags flags;
-  ByteStride x_stride, input_stride, output_stride, sum_stride;  // of x: that of the residual, or else of the input
+  ByteStride x_stride, input_stride, output_stride, sum_stride;  // x_stride: of the residual, or without one the input
   IntegerDivisor rows_per_sample;
   Acc eps;
   FloatDivisor<Acc> cols;
 
-  // Sets the members. Returns whether ByteStride and ints can address all rows; otherwise GeneralRows or
-  // GatedRows take them.
+  // Sets the members. Returns whether ByteStride and ints can address all rows. Otherwise the host chooses the variant
+  // GeneralRows or GatedRows, which has 64-bit addresses.
   template <class T, class X>
   bool initialize(const ForwardParams& p) {
     flags = make_flags(p);
@@ -101,7 +102,7 @@ struct MomentSums {
 template <int kSize>
 __device__ __forceinline__ Acc average(const Acc (&v)[kSize]) {
   Acc mean = 0;
-  for (int e = 0; e < kSize; ++e) mean += v[e] * (Acc(1) / kSize);  // a sum of large numbers would overflow
+  for (int e = 0; e < kSize; ++e) mean += v[e] * (Acc(1) / kSize);  // a sum before the product might overflow
   return mean;
 }
 
@@ -111,9 +112,9 @@ using WarpSumsOfRow = Acc[2][kCount][kMaxBlockWarps];  // [buffer][sum][warp]
 
 // Replaces each thread's sums by the totals over the row_threads threads that share its row. These are 1, 2, 4, ... or
 // 32 lanes of a warp, or the whole block. A block stores the sums of its warps in shared memory; after a barrier, each
-// warp adds them, with lane w loading those of warp w. Successive calls alternate `buffer` between 0 and 1, so that no
-// second barrier is needed before the next call overwrites sums. All warps of a block call before_barrier() before the
-// barrier.
+// warp adds them: lane w loads the sums of warp w. Successive calls alternate `buffer` between 0 and 1, so that no
+// second barrier is needed before the next call overwrites sums. All warps of the block call before_barrier(), work of
+// the caller that must be done before the barrier.
 template <int kCount, class F>
 __device__ __forceinline__ void sum_over_row(Acc (&sums)[kCount], int row_threads, int buffer,
                                              const F& before_barrier) {
@@ -134,8 +135,8 @@ __device__ __forceinline__ void sum_over_row(Acc (&sums)[kCount], int row_thread
 
 // Computes the moments of a thread's kRows rows (or of its block's columns of a row). `centers` are estimates of the
 // means. add_to_sums(sums) adds the thread's elements of row r to sums[2 * r] (d) and sums[2 * r + 1] (d^2), with the
-// center and the row_scale of moments[r]. If one row of a warp must be summed again, all of them are: the others get
-// the same result once more. sum_over_row() explains `buffer` and before_barrier().
+// center and the row_scale of moments[r]. If one row of a warp must be summed again, all rows of the warp are, and the
+// others get the same result once more. sum_over_row() explains `buffer` and before_barrier().
 template <int kRows, class F, class G = DoNothing>
 __device__ __forceinline__ void reduce_moments(Moments (&moments)[kRows], const Acc (&centers)[kRows], int row_threads,
                                                const FloatDivisor<Acc>& cols, bool rms, int& buffer,
@@ -162,15 +163,15 @@ __device__ __forceinline__ void reduce_moments(Moments (&moments)[kRows], const 
 
 // ---- rows that several blocks share ---------------------------------------------------------------------------------
 
-// Encodes the moments of a block's columns as three numbers, which the blocks of a row exchange. A negative sign of m2
-// says that row_scale is kRowScale.
+// Encodes the moments of a block's columns as three numbers, which the blocks of a row exchange. m2 is never negative,
+// so that its sign bit can tell that row_scale is kRowScale.
 __device__ __forceinline__ void encode(Acc (&encoded)[3], const Moments& m) {
   encoded[0] = m.center;
   encoded[1] = m.correction;
   encoded[2] = copysign(m.m2, m.row_scale == 1 ? Acc(1) : Acc(-1));
 }
 // Decodes moments, and converts them to this row_scale, 1 or kRowScale. With 1, the m2 of a block that had to rescale
-// is infinity.
+// becomes infinity, which makes merge_blocks() repeat the merge with kRowScale.
 __device__ __forceinline__ Moments decode(const Acc (&encoded)[3], Acc row_scale) {
   const bool is_rescaled = signbit(encoded[2]);
   const Acc m2 = abs(encoded[2]);

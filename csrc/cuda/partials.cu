@@ -1,5 +1,5 @@
-// Adds up the partial sums of dweight, dbias or dinput_scale that another kernel has left in the workspace, over the
-// segments: from [samples, segments, pitch] to the gradient [samples, cols].
+// Adds up, over the segments of rows, the partial sums of dweight, dbias or dinput_scale that another kernel has stored
+// in the workspace: from [samples, segments, pitch] to the gradient [samples, cols].
 #include <algorithm>
 
 #include "row.cuh"
@@ -10,7 +10,7 @@ namespace {
 constexpr int kMaxWarps = 32;      // per block
 constexpr int kLoadsInFlight = 8;  // per thread
 
-// Adds up rows first, first + step, ... of a column, which has `rows` rows, `pitch` elements apart.
+// Adds up rows first, first + step, ... of a column of `rows` elements, which are `pitch` elements apart.
 template <class Number>
 __device__ __forceinline__ double sum_column(const Number* column, int first, int step, int64_t rows, int64_t pitch) {
   double sum = 0;
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, 2)
     if (warp == 0 && column < cols) {
 #pragma unroll 4
       for (int w = 1; w < warps; ++w) sum += warp_sums[w][lane];
-      // Sums of floats are rounded to float first, as where the blocks of backward store a gradient directly.
+      // A sum of floats is rounded to float first, as in backward blocks that store a gradient themselves.
       store_rounded(partials.gradient.data, dtype, sample * partials.gradient.sample_stride + column,
                     is_double ? sum : static_cast<float>(sum));
     }
@@ -67,7 +67,7 @@ void launch_add_partials(const BackwardParams& p, const void* workspace, bool is
                          const PartialSums& first, const PartialSums& second, LaunchConfig config) {
   const int64_t samples = std::max(first.samples, second.samples);
   if (samples == 0) return;
-  // A thread adds at least four partial sums: with more warps, adding up their sums would take longer.
+  // A thread adds about four partial sums or more, because adding up the sums of more warps would take longer.
   const int64_t warps = ceil_div(std::max(first.segments, second.segments), 4);
   const bool has_first = first.samples > 0, has_second = second.samples > 0;
   config.grid = dim3(static_cast<unsigned>(ceil_div(p.cols, kWarpSize)),

@@ -22,7 +22,7 @@ __device__ __forceinline__ Number sum_over_lanes(Number value) {
   return value;
 }
 
-// The same for kCount sums and groups of `lanes` lanes, a power of two that is known at run time.
+// The same reduction of kCount sums over groups of `lanes` lanes, a power of two that is known at run time.
 template <int kCount>
 __device__ __forceinline__ void sum_over_row_lanes(Acc (&sums)[kCount], int lanes) {
 #pragma unroll
@@ -57,8 +57,8 @@ __device__ __forceinline__ double reciprocal_sqrt(double x) { return 1 / sqrt(x)
 __device__ __forceinline__ float reciprocal_sqrt(float x) { return __frsqrt_rn(x); }
 
 // The rstd of x * row_scale, 1 / sqrt(variance + eps * row_scale^2), from the variance of x * row_scale. hypot() avoids
-// eps * row_scale^2, which may underflow. With variance 0, a constant row, rstd may overflow: the largest finite number
-// replaces it, so that 0 * rstd is 0.
+// eps * row_scale^2, which may underflow. The rstd of a constant row, whose variance is 0, may overflow: the largest
+// finite number replaces it, so that 0 * rstd is 0.
 template <class Number>
 __device__ __forceinline__ Number rescaled_rstd(Number variance, Number eps, Number row_scale) {
   if (row_scale == 1) return reciprocal_sqrt(variance + eps);
@@ -92,11 +92,11 @@ struct FloatDivisor {
 
 // ---- backward of a row ----------------------------------------------------------------------------------------------
 
-// The largest power of two <= x, for positive normal x: without the bits of the mantissa.
+// The largest power of two <= x, for positive normal x: x with all bits of the mantissa cleared.
 __device__ __forceinline__ float power_of_two_below(float x) {
   return __uint_as_float(__float_as_uint(x) & 0x7f800000u);
 }
-// The reciprocal of a power of two, by its exponent bits.
+// The reciprocal of a power of two: exponent e becomes -e.
 __device__ __forceinline__ float invert_power_of_two(float power) {
   return __uint_as_float(0x7f000000u - __float_as_uint(power));
 }
@@ -106,8 +106,9 @@ __device__ __forceinline__ float invert_power_of_two(float power) {
 //   d = x * row_scale - scaled_mean      xhat = d * scaled_rstd - mean_xhat, see RowMeans
 //
 // row_scale is a power of two near rstd, so that d is of the order of 1 and products with it neither overflow nor
-// underflow. With memory_efficient, d is xhat itself, recovered from the output: scaled_rstd is 1, and row_scale, by
-// which nothing is multiplied then, is rstd, so that RowMeans::dx() finds rstd = scaled_rstd * row_scale in both cases.
+// underflow. With memory_efficient, d is xhat itself, recovered from the output, and no x is multiplied by row_scale.
+// Then scaled_rstd is 1 and row_scale is rstd, so that RowMeans::dx() finds rstd = scaled_rstd * row_scale in both
+// cases.
 struct ScaledStatistics {
   Acc row_scale = 0, scaled_mean = 0, scaled_rstd = 0;
 
@@ -119,8 +120,8 @@ struct ScaledStatistics {
       scaled_rstd = 1;
       return;
     }
-    // mean * row_scale might overflow. With a row_scale of 1 instead, no product underflows, because floats beyond 2^20
-    // are at least 1/8 apart.
+    // mean * row_scale might overflow if both are large. With a row_scale of 1 instead, no product with d underflows:
+    // floats beyond 2^20 are at least 1/8 apart, and so is a nonzero d from 0.
     const bool is_far = rstd > 1 && abs(mean) > Acc(0x1p20);
     row_scale = is_far ? 1 : power_of_two_below(max(rstd, std::numeric_limits<Acc>::min()));
     scaled_mean *= row_scale;
@@ -130,9 +131,9 @@ struct ScaledStatistics {
 
 // The means over a row from which dx is computed, with g = dy * weight.
 struct RowMeans {
-  Acc mean_xhat;    // of d * scaled_rstd: the rounding error of the saved mean, which is subtracted from xhat
+  Acc mean_xhat;    // mean of d * scaled_rstd: the rounding error of the saved mean, which is subtracted from xhat
   Acc mean_g;       // 0 for RMSNorm, like mean_xhat
-  Acc mean_g_xhat;  // of g times the corrected xhat
+  Acc mean_g_xhat;  // mean of g times the corrected xhat
 
   // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)). The caller subtracts mean(g) first, which gives exactly 0 if g
   // is constant over the row, as for a row of one column or the gradient of the sum of the outputs.
@@ -152,7 +153,8 @@ __device__ __forceinline__ Acc recover_xhat(Acc y, Acc weight, Acc bias) {
 struct Activated {
   Acc value, derivative;
 
-  // sigmoid(z) and 1 - sigmoid(z) come from exp(-|z|), which does not overflow, without a difference that cancels.
+  // Computes sigmoid(z) and 1 - sigmoid(z) from exp(-|z|), which does not overflow, and without a difference of nearly
+  // equal numbers, which would lose digits.
   __device__ __forceinline__ Activated(Acc z, Flags flags) {
     const Acc e = exp(-abs(z)), larger = fast_divide(Acc(1), 1 + e), smaller = e * larger;
     const Acc sigmoid = z < 0 ? smaller : larger, complement = z < 0 ? larger : smaller;

@@ -1,6 +1,6 @@
 // The code that forward and backward of rows in shared memory share. ThreadColumns: the columns that a thread owns for
-// a whole launch, so that their weights and sums stay in registers. Variants: the constants for which an instance of a
-// kernel is compiled. RowDivision: the blocks and threads of a row. WarpSums: the sums of a row over its warps.
+// a whole launch, so that their weights and sums stay in registers. Variants: the classes of rows and options, each
+// with an instance of a kernel. RowDivision: the blocks and threads of a row. WarpSums: a row's sums over its warps.
 #pragma once
 
 #include "row.cuh"
@@ -13,27 +13,30 @@ namespace layernorm::cuda {
 //              All rows must be aligned and whole vectors.
 //   kElements  every 32nd element, or 16th, 8th, ... if a row has fewer lanes, so that shared memory has no bank
 //              conflicts. Together, the lanes copy the aligned groups of 16 bytes ("granules") that cover the
-//              columns. Each reads what others have copied, after __syncwarp().
-//   kGeneral   the columns of either, as the host decides for a launch; copied and read as with kElements.
+//              columns. A lane reads elements that other lanes have copied, after __syncwarp().
+//   kGeneral   the columns of kVectors or of kElements, as the host decides for a launch. Lanes copy and read them as
+//              with kElements.
 //
-//   bfloat16 columns     mapping     lane l of warp 0 (columns 0 to 511)     lane l of warp 1
-//   1024                 kVectors    8 l to 8 l + 7, 256 + 8 l to + 7        512 more
-//   1023                 kElements   l, l + 32, l + 64, ..., l + 480         512 more; column 1023 does not exist, is 0
-//   64: 4 lanes per row  kVectors    8 l to 8 l + 7, 32 + 8 l to + 7         other rows: a warp has 8
+//   bfloat16 columns     mapping     lane l of warp 0 (columns 0 to 511)         lane l of warp 1
+//   1024                 kVectors    8 l to 8 l + 7 and 256 + 8 l to 263 + 8 l   these columns + 512
+//   1023                 kElements   l, l + 32, l + 64, ..., l + 480             these columns + 512; reads 0 for 1023
+//   64: 4 lanes per row  kVectors    8 l to 8 l + 7 and 32 + 8 l to 39 + 8 l     other rows: each warp has 8
 //
 // The columns of a lane, and so the order of summation, depend on the number of columns and not on the alignment.
 enum class Mapping { kVectors, kElements, kGeneral };
 
-// The columns that a thread owns of a row of X, or of its block's columns of that row. With kLanes = 32, all lanes of a
-// warp have the same row. With kLanes = 0, the host decides how many: with fewer than 32, a warp holds several rows.
+// The columns that a thread owns, of a row of X or, if blocks share the row, of its block's part of the row. kLanes is
+// the number of lanes of a warp that share a row: all 32, or 0 if the host decides this number for a launch. With fewer
+// than 32, a warp has several rows.
 template <class X, Mapping kMapping, int kLanes>
 struct ThreadColumns {
   static constexpr int kVec = kVectorSize<X>;
-  static constexpr int kElements = 16;  // of a thread
+  static constexpr int kElements = 16;  // columns of a thread
   static constexpr int kVectors = kElements / kVec;
   static constexpr int kWarpCols = kElements * kWarpSize;
 
-  // Bytes in which a warp stages its rows of an array of E. A row that is not aligned needs one granule more.
+  // Bytes of shared memory for a warp's `rows` rows of an array of E. A row that is not aligned may touch one granule
+  // more.
   template <class E>
   __host__ __device__ static constexpr int staged_bytes(int rows) {
     return kWarpCols * static_cast<int>(sizeof(E)) + (kMapping == Mapping::kVectors ? 0 : 16 * rows);
@@ -56,8 +59,8 @@ struct ThreadColumns {
         runtime_row_lanes(lanes),
         runtime_element_step(vectors ? 1 : lanes) {}
 
-  // A copy from which the compiler computes columns again: see recompute_from(). The columns of vectors take so few
-  // registers that they need not be.
+  // A copy from which the compiler computes columns again: see recompute_from(). With kVectors, the columns take so few
+  // registers that they are kept.
   __device__ __forceinline__ ThreadColumns recomputed() const {
     ThreadColumns columns = *this;
     if (kMapping == Mapping::kVectors) return columns;
@@ -68,7 +71,7 @@ struct ThreadColumns {
 
   // The number of lanes of a warp that share a row.
   __device__ __forceinline__ int row_lanes() const { return kLanes == 0 ? runtime_row_lanes : kLanes; }
-  // Columns from one element of this lane to its next one, within a vector's worth of elements.
+  // Columns from one element of this lane to its next one, if both have the same j / kVec.
   __device__ __forceinline__ int element_step() const {
     return kMapping == Mapping::kGeneral ? runtime_element_step : kMapping == Mapping::kVectors ? 1 : row_lanes();
   }
@@ -85,7 +88,7 @@ struct ThreadColumns {
   __device__ __forceinline__ int column(int j) const { return warp_begin + lane_offset() + distance_to(j); }
 
   // Starts to copy the warp's columns of a row from global memory to `shared`, the warp's memory for this array.
-  // `array` points to the block's first column. Of the block's columns, `cols` exist; the others become zeros.
+  // `array` points to the block's first column. The block has `cols` columns; zeros replace columns after the last one.
   template <class E>
   __device__ __forceinline__ void fetch(unsigned char* shared, const E* array, int cols) const {
     if constexpr (kMapping == Mapping::kVectors) {
@@ -176,7 +179,7 @@ struct ThreadColumns {
   template <class E, int kCount>
   __device__ __forceinline__ void store_global(E* array, int j, const Acc (&v)[kCount], int cols) const {
     if constexpr (kMapping == Mapping::kVectors) {
-      const Vector<E, kCount> rounded = round_to<E>(v);  // before the condition, which then takes no branch
+      const Vector<E, kCount> rounded = round_to<E>(v);  // outside the condition, so that it needs no branch
       if (column(j) < cols) *reinterpret_cast<Vector<E, kCount>*>(array + column(j)) = rounded;
     } else {
       const ThreadColumns columns = recomputed();
@@ -215,7 +218,8 @@ struct ThreadColumns {
   }
 };
 
-// A variant: the rows and options for which an instance of a kernel is compiled. The host chooses one for each call.
+// A variant: a class of rows and options, for which an instance of a kernel is compiled. The host chooses one for each
+// call.
 template <Mapping kMapping_, int kLanes_, unsigned kUnsupported_>
 struct BasicVariant {
   static constexpr Mapping kMapping = kMapping_;
@@ -230,14 +234,16 @@ struct BasicVariant {
 constexpr unsigned kBlockUnsupported = kTwoLaunches | kMemoryEfficient | kInputScale;
 constexpr unsigned kWarpUnsupported = kBlockUnsupported | kBlocksShareRow;
 constexpr unsigned kGatedUnsupported = kResidual | kInputScale | kGradSum | kMemoryEfficient;
-// The names say how many threads have a row, and which columns they own. Warp: a warp or less; Block: a block, or the
-// blocks of a cluster. Vectors and Elements: Mapping::kVectors and kElements.
+// The names of the first four say how many threads have a row, and which columns they own. Warp: a warp or less; Block:
+// a block, or the blocks of a cluster. Vectors and Elements: Mapping::kVectors and kElements. GeneralRows decides both
+// at run time, which takes more instructions. It has the rows and options for which the others are not compiled, such
+// as rows of two launches and strides of more than 32 bits (see plan_launch() of each pass).
 struct WarpVectors : BasicVariant<Mapping::kVectors, 0, kWarpUnsupported> {};
 struct BlockVectors : BasicVariant<Mapping::kVectors, kWarpSize, kBlockUnsupported> {};
 struct WarpElements : BasicVariant<Mapping::kElements, 0, kWarpUnsupported> {};
 struct BlockElements : BasicVariant<Mapping::kElements, kWarpSize, kBlockUnsupported> {};
-struct GeneralRows : BasicVariant<Mapping::kGeneral, 0, 0> {};              // any row and option but a gate
-struct GatedRows : BasicVariant<Mapping::kGeneral, 0, kGatedUnsupported> {  // any row of a gated norm
+struct GeneralRows : BasicVariant<Mapping::kGeneral, 0, 0> {};              // all rows; all options but a gate
+struct GatedRows : BasicVariant<Mapping::kGeneral, 0, kGatedUnsupported> {  // all rows of gated norms
   static constexpr bool kIsGated = true;
 };
 
@@ -290,8 +296,8 @@ struct RowDivision {
     int64_t blocks = 1;
     while (ceil_div(vectors, blocks) > max_block_vectors) blocks *= 2;
     const auto vectors_of_block = [&] { return round_up(ceil_div(vectors, blocks), kWarpSize); };
-    // Whether more blocks should share the row: blocks of this size have too many warps, or they leave more than a
-    // quarter of the warps idle that a multiprocessor can run.
+    // Whether more blocks should share the row: blocks of this size have too many warps, or so many that the blocks
+    // which fit on a multiprocessor leave more than a quarter of its kMaxWarps unused.
     const auto needs_more = [&] {
       const int64_t warps = ceil_div(vectors_of_block(), kWarpVectors), resident_warps = kMaxWarps / warps * warps;
       return warps > preferred_warps || 4 * resident_warps < 3 * kMaxWarps;
@@ -307,8 +313,8 @@ struct RowDivision {
 };
 
 // Adds up three sums over the warps of a row, which are in one block: all warps call put(), a block barrier, and get().
-// Two buffers take turns, so that one barrier per row suffices: a get() and the put() that overwrites what it reads are
-// on different sides of the barrier of the row between them.
+// Two buffers take turns, so that one barrier per row suffices: between the get() of a row and the put() that reuses
+// its buffer, two rows later, is the barrier of the row between them.
 using WarpSumsMemory = Acc[2][3][kMaxBlockWarps + 1];  // [buffer][sum][warp]; the last "warp" stays 0
 
 class WarpSums {
@@ -318,6 +324,7 @@ class WarpSums {
   __device__ __forceinline__ WarpSums(WarpSumsMemory& memory, int first_warp, int row_warps) {
     const int lane = threadIdx.x % kWarpSize, lane_of_sum = lane % kLanesPerSum;
     for (int i = threadIdx.x; i < 2 * kBuffer; i += blockDim.x) (&memory[0][0][0])[i] = 0;
+    // Lanes 0, 16 and 8 put sums 0, 1 and 2. Each lane gets one warp's part of sum lane / 8; 0 without such a warp.
     put_ = &memory[0][lane & 8 ? 2 : lane / 16][threadIdx.x / kWarpSize];
     const int get_warp = lane_of_sum < row_warps ? first_warp + lane_of_sum : kMaxBlockWarps;
     get_ = &memory[0][0][0] + keep_in_register(min(lane / kLanesPerSum, 2) * (kMaxBlockWarps + 1) + get_warp);

@@ -1,5 +1,6 @@
 // Vector<E, kSize>: neighbouring elements of a row that a thread loads or stores together, by instructions of up to 16
-// bytes. A vector of x has 16 bytes; vectors of other arrays hold the same columns, and so 8, 16 or 32 bytes.
+// bytes. A vector of x, the array that is normalized, has 16 bytes. Vectors of other arrays have the same columns, and
+// so 8, 16 or 32 bytes, according to their dtypes.
 #pragma once
 
 #include <algorithm>

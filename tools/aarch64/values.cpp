@@ -1,8 +1,8 @@
 // Runs the CPU kernels without torch and prints a hash of the results of each case.
 //
-// `make test-aarch64` compares the output of the builds for aarch64 and for the host. The baseline kernels have the
-// same vectors, order of summation and roundings on both, so every bit must match. The Python tests compare the host's
-// results with float64.
+// `make test-aarch64` compares the output of the builds for aarch64 and for the host (x86-64). The kernels of the
+// default instruction set have the same vectors, order of summation and roundings on both, so every bit must match. The
+// Python tests compare the host's results with float64.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -24,7 +24,7 @@ constexpr int kGuard = 64;  // bytes behind each array, whose hash tells whether
 
 Dtype accumulate_dtype(Dtype dtype) { return dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32; }
 
-// An array [samples, rows, cols] of a dtype. The bytes that nothing has written are 0xff, a NaN.
+// An array [samples, rows, cols] of a dtype. Bytes that have not been written are 0xff, which gives NaN.
 struct Array {
   Array(Dtype dtype, int64_t samples, int64_t rows, int64_t cols, bool channels_first = false, int gap = 0) {
     bytes = dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2;
@@ -67,7 +67,7 @@ void fill(Array& array, int exponent) {
 
 struct Case : Params {
   bool per_sample, has_weight, has_bias, has_residual, has_gate, has_input_scale, memory_efficient;
-  int exponent;  // of the input: a power of two
+  int exponent;  // the input's numbers have about the size 2^exponent
 };
 
 // Returns a hash of the results of forward and backward.
@@ -132,7 +132,9 @@ int main() {
   // The dtypes of the input, the sum and the parameters.
   const Dtype dtypes[][3] = {{kF64, kF64, kF64}, {kF32, kF32, kF32},    {kF16, kF16, kF16},   {kF16, kF16, kF32},
                              {kF16, kF32, kF32}, {kBF16, kBF16, kBF16}, {kBF16, kBF16, kF32}, {kBF16, kF32, kF32}};
-  // Single elements, tails, samples of one row, many rows in segments, and long rows that threads share; then images.
+  // [samples, rows, cols]: a single element, rows with a tail, samples of one row, whole vectors, many rows in
+  // segments, rows of several vectors, and long rows that threads share; from kFirstImage on, [images, pixels,
+  // channels].
   const int64_t shapes[][3] = {{1, 1, 1},    {2, 5, 7}, {5, 1, 33}, {3, 9, 64}, {1, 300, 40}, {2, 6, 300},
                                {1, 2, 5000}, {1, 1, 1}, {3, 5, 17}, {2, 70, 9}, {1, 300, 40}};
   constexpr int kFirstImage = 7;

@@ -1,6 +1,7 @@
-// A CUDA runtime that launches nothing, for launch_audit.py. Preloaded, it lets the host code of a CUDA build run
-// without a GPU: it answers like the driver of the chosen GPU, and records every launch that the GPU would refuse. It
-// has only functions that a CUDA graph can capture: launches, and queries that neither synchronize nor allocate memory.
+// A CUDA runtime that launches nothing, for launch_audit.py, which preloads it. So the host code of a CUDA build runs
+// without a GPU: this runtime answers like the driver of the chosen GPU, and records every launch that the GPU would
+// refuse. It has only functions that a CUDA graph can capture: launches, and queries that neither synchronize nor
+// allocate memory.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
@@ -22,7 +23,8 @@ const gpu_models::Gpu* gpu = &gpu_models::kGpus[0];
 int current_device = 0, queries = 0;
 std::string faults, launches;
 
-std::map<const void*, std::string>& stubs() {  // the kernels' mangled names
+// The mangled names of the kernels by their stubs, the host functions whose addresses the API of the runtime takes.
+std::map<const void*, std::string>& stubs() {
   static std::map<const void*, std::string> names;
   return names;
 }
@@ -30,7 +32,7 @@ std::map<std::string, Kernel> kernels;
 
 void record_fault(const std::string& kernel, const std::string& what) { faults += kernel + ": " + what + "\n"; }
 
-// Counts a query, and answers it for a kernel: f(kernel) returns the status.
+// Counts a query about a kernel, and answers it by f(kernel), which returns the status.
 template <class F>
 cudaError_t answer(const void* stub, const F& f) {
   ++queries;
@@ -84,8 +86,8 @@ void audit_gpu(const char* name, int architecture, const char* resources) {
   }
 }
 
-// Starts a call. Unless it is repeated, it gets a device with a new number, so that it does not depend on the opt-ins
-// of earlier calls.
+// Starts a call of an operator. Unless it repeats the last one, the current device gets a new number, so that the call
+// finds neither cached answers nor opt-ins of earlier calls.
 void audit_next_call(bool is_repeated) {
   if (!is_repeated) {
     ++current_device;
@@ -96,8 +98,7 @@ void audit_next_call(bool is_repeated) {
   launches.clear();
 }
 
-// Return the lines that describe the faults and the launches of the call, and the number of its other calls of the
-// runtime.
+// Return the lines that describe the faults and the launches of the call, and the number of its queries to the runtime.
 const char* audit_faults() { return faults.c_str(); }
 const char* audit_launches() { return launches.c_str(); }
 int audit_queries() { return queries; }
@@ -155,7 +156,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, 
                                                                    size_t dynamic_shared, unsigned) {
   return answer(stub, [&](const Kernel& kernel) {
     *blocks = gpu_models::resident_blocks(*gpu, kernel, static_cast<uint64_t>(threads), dynamic_shared);
-    // A kernel that has not opted in is asked for what it could not be launched with.
+    // Without an opt-in for so much shared memory, the kernel could not be launched.
     if (dynamic_shared + static_cast<size_t>(kernel.static_shared) > gpu_models::kSharedWithoutOptIn &&
         dynamic_shared > kernel.allowed) {
       *blocks = 0;

@@ -1,4 +1,5 @@
-// The CUDA kernels in place of the CPU kernels: registers the arrays of a call as the kernels' global memory.
+// Calls the emulated CUDA kernels in the place of the CPU kernels, and registers the arrays of a call as their global
+// memory.
 #include "emulator.h"
 #include "kernel_params.h"
 
@@ -7,6 +8,7 @@ namespace {
 
 using emulator::Contents;
 
+// Registers arrays of a call, and its workspace, while it exists.
 class GlobalMemory final : public Allocator {
  public:
   explicit GlobalMemory(const Params& p) : p_(p) {

@@ -6,7 +6,8 @@
 // memory, misaligned vectors, undefined behavior, accesses to the target of a pending asynchronous copy, and data
 // races. Races are judged by CUDA's rules (which barrier orders which threads), so that every schedule finds them.
 //
-// Limits: accesses are recorded in units of 2 bytes, and a memcpy that the compiler does not expand is not seen.
+// Limits: accesses are recorded by units of 2 bytes, and the checker does not see a memcpy that the compiler leaves a
+// call.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -22,7 +23,7 @@ constexpr size_t kUnit = 2;
 enum class Access { kRead, kWrite };
 enum class Kind { kPlain, kAsyncCopy, kMessage };  // a message is a store to another block
 
-struct Record {  // of an access
+struct Record {  // an access
   ThreadId id;
   Epochs epochs;
   const void* pc = nullptr;
@@ -30,29 +31,30 @@ struct Record {  // of an access
   Kind kind = Kind::kPlain;
 };
 
-struct Unit {
-  Record write;
-  std::vector<Record> reads;        // not ordered with each other
-  const void* in_flight = nullptr;  // the copy that fills it
+struct Unit {                       // kUnit bytes of a region
+  Record write;                     // the last one
+  std::vector<Record> reads;        // since that write; no barrier orders these reads
+  const void* in_flight = nullptr;  // the code address of the asynchronous copy that is filling the unit
 };
 
-struct Region {
+struct Region {  // a buffer in global memory, or a shared array of a block
   uintptr_t begin = 0, end = 0;
   std::string name;
   bool writable = true, uninitialized = true;
-  const char* arena = nullptr;  // of the block, for shared memory
-  bool active = true;
-  // Grows with each launch, and with each block that uses an arena again, so that it tells the age of a record.
+  const char* arena = nullptr;  // the block's shared memory (Block::arena); null for a buffer
+  bool active = true;           // false after the block of a shared array has returned
+  // Grows with each launch, and with each block that reuses an arena, so that it tells the age of a record.
   uint32_t serial = 1;
-  uint32_t first_serial = 1;  // at the registration
+  uint32_t first_serial = 1;  // the serial at the registration
   std::vector<Unit> units;
 };
 
 bool checking = false;
 std::map<uintptr_t, std::unique_ptr<Region>> regions;
 Region* last_region = nullptr;
-std::pair<uintptr_t, uintptr_t> arguments;  // of the kernel: read-only
-// The number of previous launches that may still run, because each launch after them has overlaps_previous.
+std::pair<uintptr_t, uintptr_t> arguments;  // begin and end of the kernel's arguments, which are read-only
+// The number of previous launches that may still run, because they were followed only by launches with
+// overlaps_previous.
 uint32_t overlapped_launches = 0;
 
 Region* find_region(uintptr_t a) {
@@ -69,7 +71,8 @@ Region* find_region(uintptr_t a) {
 bool ordered(const Record& a, const Thread& b) {
   const bool same_block = a.id.block == b.id.block;
   if (same_block && a.id.thread == b.id.thread) return true;
-  // A message carries itself, and what precedes the last block barrier before it.
+  // A thread that has received a message from a block is ordered after the message itself, and after the accesses
+  // before the last block barrier that precedes the message.
   const auto known = b.known_messages.find(a.id.block);
   if (known != b.known_messages.end() && a.epochs.block + (a.kind == Kind::kMessage ? 0 : 1) <= known->second)
     return true;
@@ -90,7 +93,7 @@ std::string place(const Region& region, uintptr_t a) {
   fail(what + " outside any buffer, " + std::to_string(a - near.end) + " bytes after the end of '" + near.name + "'");
 }
 
-// Checks and records an access of the current thread, or the later write of its asynchronous copy or message.
+// Checks and records an access of the current thread, or the write that its asynchronous copy or message does later.
 void check(const void* address, size_t bytes, Access access, bool must_be_aligned, const void* pc,
            Kind kind = Kind::kPlain) {
   if (current == nullptr) return;
@@ -152,7 +155,8 @@ void check(const void* address, size_t bytes, Access access, bool must_be_aligne
         fail(describe() + " of uninitialized " + place(region, a));
       }
       if (!region.writable) continue;
-      // Reads of one block between two of its barriers are not ordered, so only a new epoch can supersede some.
+      // Reads of one block between two of its barriers are not ordered, so that all are kept. A read after a barrier,
+      // or of another block, replaces the reads that are ordered before it.
       const Record* last = unit.reads.empty() ? nullptr : &unit.reads.back();
       if (last && (last->id.block != thread.id.block || last->epochs.block != thread.epochs.block)) {
         std::erase_if(unit.reads, [&](const Record& read) { return ordered(read, thread); });
@@ -205,6 +209,7 @@ void clear_buffers() {
 void add_shared_memory(Block& block, char* base, size_t bytes, const char* name) {
   add_region(base, bytes, name, Contents::kOutput, block.arena);
 }
+// Reports accesses of other blocks to the block's shared memory that no message of theirs orders before its end.
 void checker_end_block(Block& block) {
   for (const auto& [begin, region] : regions) {
     if (region->arena != block.arena || !region->active) continue;

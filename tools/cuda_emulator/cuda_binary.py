@@ -21,7 +21,7 @@ class Kernel(NamedTuple):
     registers: int  # per thread
     static_shared: int  # bytes
     local: int  # bytes of stack and local memory
-    opcodes: collections.Counter  # with modifiers
+    opcodes: collections.Counter  # the number of instructions by opcode with modifiers, such as LDG.E.128
 
     @property
     def function(self):
@@ -29,7 +29,7 @@ class Kernel(NamedTuple):
         return self.name.partition("<")[0].rpartition("::")[2]
 
     def count(self, *parts):
-        """Count the instructions whose opcode and modifiers include all of these."""
+        """Count the instructions whose opcode and modifiers include all of `parts`."""
         return sum(n for opcode, n in self.opcodes.items() if {*parts} <= {*opcode.split(".")})
 
 
@@ -58,7 +58,7 @@ def plain_names(mangled):
 
 @functools.cache
 def kernels():
-    """Return {architecture: {mangled name: Kernel}}, without instructions."""
+    """Return {architecture: {mangled name: Kernel}}, whose opcodes are empty until disassembled() counts them."""
     rows = []
     for line in cuobjdump("-res-usage").splitlines():
         if match := re.match(r"arch = sm_(\d+)", line):

@@ -1,6 +1,6 @@
 """Compiles device code for the emulator: single programs, and the operators with the CUDA kernels on the CPU.
 
-The results are kept under build/emulator, named by a hash of everything they were made of.
+The results are kept under build/emulator. Their names are hashes of the sources, the commands and the compiler.
 """
 
 import concurrent.futures
@@ -23,13 +23,14 @@ EMULATOR = pathlib.Path(__file__).resolve().parent
 ROOT = EMULATOR.parent.parent
 CACHE = ROOT / "build" / "emulator"
 
-UNLIMITED = 2**63 - 1
+UNLIMITED = 2**63 - 1  # a path_limit that lowers no limit
 
 RUNTIME = [EMULATOR / name for name in ("scheduler.cpp", "checker.cpp")]
-# The headers of csrc that the emulator replaces, and by which of its own.
+# The headers of csrc that the emulator replaces by headers of its own.
 REPLACED_HEADERS = {"cuda/launch_and_ptx.h": "emulated_device.h", "cuda/launch_limits.h": "lowered_limits.h"}
 
-# The host code for the CPU calls backend.cpp of this folder, which has the limits of the CUDA kernels.
+# Host code for CPU tensors calls backend.cpp of this folder, and so needs the limits of the CUDA kernels in the place
+# of its own. These are lines of csrc/ops/host.cpp.
 LIMITS = "has_float64 = {}, needs_alignment = {};"
 CPU_LIMITS, CUDA_LIMITS = LIMITS.format("true", "false"), LIMITS.format("false", "true")
 
@@ -83,7 +84,7 @@ def _compiler():
 
 
 def _make(suffix, command, inputs, folder=None):
-    """Run `command` with `-o` a new file, unless the cache has its result. The location of `folder` does not matter."""
+    """Return the file that `command` makes, from the cache if it is there. The cache ignores the path of `folder`."""
     words = [word.replace(str(folder), "") for word in command]
     digest = hashlib.sha256(repr((words, _compiler())).encode())
     for path in inputs:
@@ -98,7 +99,7 @@ def _make(suffix, command, inputs, folder=None):
     return made
 
 
-# The emulator's macros for declarations of shared memory.
+# Patterns of declarations of shared memory, and the emulator's macros that replace them.
 TYPE = r"((?:[\w: ]|<[^;]*>)+)"
 SHARED = [
     (rf"extern __shared__ (?:__align__\(\d+\) )?{TYPE} (\w+)\[\];", r"EMULATOR_DYNAMIC_SHARED(\2, \1);"),
@@ -107,10 +108,10 @@ SHARED = [
 
 
 def _mirror(csrc, namespace=None):
-    """Return a copy of `csrc` with the emulator's headers, in which shared memory is declared by macros.
+    """Return a copy of the folder `csrc` with the emulator's headers, in which macros declare shared memory.
 
-    With a namespace of torch.ops, the operators are registered there, and have the limits of the CUDA kernels.
-    ops/host_code.cpp then replaces the sources of ops, so that g++ reads torch's headers once instead of six times.
+    With a namespace, the operators are registered in this namespace of torch.ops, and have the limits of the CUDA
+    kernels. ops/host_code.cpp then has all sources of ops, so that g++ reads torch's headers once instead of six times.
     """
     suffixes = (".h", ".cuh", ".cpp", ".cu")
     origins = {path.relative_to(csrc): path for path in csrc.rglob("*") if path.suffix in suffixes}
@@ -145,6 +146,7 @@ def _headers(folder):
 
 
 def _object(source, flags, csrc):
+    """Return the object file of a source, which includes headers of `csrc`."""
     # nvcc and torch compile C++17; the emulator itself needs std::source_location.
     command = [_compiler()[0], *COMMON, *flags, f"-I{csrc}", f"-I{csrc / 'cuda'}", f"-isystem{cuda_include()}"]
     headers = [*_headers(csrc), *_headers(source.parent), EMULATOR / "emulator.h"]
@@ -154,6 +156,7 @@ def _object(source, flags, csrc):
 
 
 def _objects(jobs):
+    """Return the object file of each job, the arguments of _object()."""
     with (
         open(CACHE / "lock", "w") as lock,  # the processes of a test run need the same objects at the same time
         concurrent.futures.ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", 2))) as pool,
@@ -183,7 +186,7 @@ def operators(mode):
     host_flags = [
         *("-O0", "-g0", "-Wno-deprecated"),
         *(f"-isystem{torch_root / folder}" for folder in ("include", "include/torch/csrc/api/include")),
-        f"-DLAYERNORM_TORCH_VERSION={torch.__version__}",  # only to tell the cache
+        f"-DLAYERNORM_TORCH_VERSION={torch.__version__}",  # so that the cache depends on torch's version
     ]
     objects = _objects(
         [
@@ -217,8 +220,8 @@ class Library:
         """Run threads in order (seed 0) or at random, on a GPU of this compute capability, within the `with` block.
 
         `path_limit` lowers the sizes up to which a kernel handles a row (in vectors) or stages pixels (in bytes): see
-        lowered_limits.h. With `few_iterations`, backward of rows that take so many iterations is one launch. The GPU
-        holds `resident` blocks or clusters at once.
+        lowered_limits.h. Backward of rows that take up to `few_iterations` iterations is one launch. The GPU holds
+        `resident` blocks or clusters at once.
         """
         self._configure(seed, architecture, resident, path_limit, few_iterations)
         try:

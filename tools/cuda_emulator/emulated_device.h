@@ -1,7 +1,7 @@
 // The emulator's version of csrc/cuda/launch_and_ptx.h, and the part of CUDA C++ that the kernels use, for g++.
 //
-// Types such as float4, dim3 and __half come from the CUDA toolkit's headers, which support host compilers. Nothing of
-// the CUDA runtime is linked.
+// Types such as float4, dim3 and __half come from the CUDA toolkit's headers, which support host compilers. The CUDA
+// runtime is not linked.
 #pragma once
 
 #include <cuda_bf16.h>

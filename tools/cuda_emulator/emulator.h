@@ -1,4 +1,5 @@
-// Runs CUDA kernels on a CPU and checks what they do: the part that kernels (through emulated_device.h) and tests use.
+// Runs CUDA kernels on a CPU and checks their accesses. This is the interface for kernels (through emulated_device.h)
+// and for tests.
 //
 // Every CUDA thread is a fiber. Fibers switch at barriers and warp collectives, in an order that the test chooses. An
 // error that a GPU would answer with a hang or with garbage throws a Fault, which names file and line.
@@ -21,10 +22,10 @@ struct Fault : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Each warp runs as far as it can before the next one, so that a missing barrier lets one warp overtake another.
 struct Options {
-  // The seed of the schedule: of the warps' priorities, which are redrawn now and then, and of the number of blocks or
-  // clusters that take turns, up to 4. If it is 0, blocks run one after another, and threads in order.
+  // The seed of the schedule. A warp runs as far as it can before the next one, so that a missing barrier lets one warp
+  // overtake another. The seed determines the order of the warps, which is redrawn now and then, and the number of
+  // blocks or clusters that take turns, up to 4. With 0, blocks run one after another, and threads in order.
   uint64_t seed = 0;
   int architecture = 90;  // compute capability
   int resident = 3;       // blocks or clusters of a kernel that the GPU holds at once
@@ -51,11 +52,11 @@ struct ThreadView {
   dim3 block_dim, grid_dim;
 };
 extern ThreadView* current_view;
-// The checker must not check the emulator's own memory.
+// Not instrumented, because the checker must not check the emulator's own memory.
 __attribute__((no_sanitize("thread"))) inline const ThreadView& self() { return *current_view; }
 
-// The value that a thread gives to the others at a barrier or a warp collective. It gets the value of `source_lane`, or
-// else whether any value is not 0.
+// The value that a thread gives to the others at a barrier or a warp collective. The thread gets the value of the
+// thread `source_lane` or, without a source_lane, whether the value of any thread is not 0.
 struct Exchange {
   uint64_t value = 0;
   std::optional<int> source_lane{};
@@ -71,14 +72,15 @@ unsigned cluster_rank();
 void cluster_arrive();
 void cluster_wait(const Place& place = Place::current());
 
-// An mbarrier. A message is a store to a variable of another block, which arrives at the same barrier of that block.
+// An mbarrier. A message is a store to a variable of another block; it counts as arrived at that block's barrier, which
+// has the same offset in its shared memory as `barrier`.
 void barrier_init(const void* barrier);
 void barrier_expect(const void* barrier, size_t bytes);
 void barrier_send(const void* barrier, const void* to, const void* from, size_t bytes, unsigned rank);
 void barrier_wait(const void* barrier, unsigned phase, const Place& place);
 
-// Copies arrive as late as CUDA allows, and their target holds NaN until then. Bytes after the first `copied` become
-// zeros; `unused` bytes at the beginning may be outside a buffer, and stay NaN.
+// cp.async. Copies arrive as late as CUDA allows, and their target has NaN until then. Bytes after the first `copied`
+// become zeros. The first `unused` bytes may be outside a buffer, and stay NaN.
 void async_copy(void* to, const void* from, size_t bytes, size_t copied, size_t unused);
 void async_commit();
 void async_wait(int groups_left);
@@ -97,7 +99,8 @@ struct Launch {  // the LaunchConfig of launch_and_ptx.h
   Place place = Place::current();
 };
 
-// Every thread calls body(call). The call, of so many bytes, holds the arguments, which threads may only read.
+// Every thread calls body(call). `call` points to `bytes` bytes with the kernel's arguments, which threads may only
+// read.
 void run(const Launch& launch, const void* kernel, void (*body)(const void*), const void* call, size_t bytes);
 
 template <class... Params, class... Args>

@@ -14,7 +14,8 @@ using namespace layernorm;
 constexpr int kN = 256;
 constexpr unsigned kAllLanes = 0xffffffffu, kRowBytes = kN * sizeof(float);
 
-// The faults of a kernel, and the wrong uses of clusters, mbarriers and asynchronous copies.
+// The faults of fetch() and exchange() below, and the wrong uses of clusters, mbarriers and asynchronous copies in
+// meet().
 enum class Fault { kNone, kNoWait, kNoBarrier, kWrongPhase, kMisaligned, kTooEarly, kReadByOthers };
 enum class Misuse { kNone, kNoArrival, kTwoArrivals, kLateInit, kTwoExpects, kNextPhase, kMisaligned, kLocal, kGlobal };
 
@@ -59,13 +60,13 @@ __device__ float block_sum(float v) {
   for (int w = 0; w < 8; ++w) total += partial[w];  // fault
   return total;
 }
-// The second sum reuses the shared memory of the first.
+// The second sum uses the same shared memory as the first.
 template <bool kBarrierBefore, bool kBarrierAfter>
 __global__ void sums(const float* in, float* out) {
   const float a = block_sum<kBarrierBefore, kBarrierAfter>(in[threadIdx.x]);
   out[threadIdx.x] = a + block_sum<kBarrierBefore, kBarrierAfter>(in[threadIdx.x] * 2.f);
 }
-// A shuffle orders no accesses.
+// Each lane reads the element of its neighbour, which needs __syncwarp(), because a shuffle orders no accesses.
 template <bool kSync>
 __global__ void swap_in_warp(const float* in, float* out) {
   __shared__ float tile[kN];
@@ -120,8 +121,8 @@ __global__ void leave_copy(const float* in, float*) {
   async_commit();
 }
 
-// The first copy uses none of its bytes, which precede `in`. The last ones end kMore elements after `in` and are filled
-// with zeros.
+// The first copy uses none of its bytes, which precede `in`. The last copies end kMore elements after `in`, and zeros
+// fill the rest of their 16 bytes.
 template <int kMore>
 __global__ void fetch_part(const float* in, float* out) {
   extern __shared__ __align__(16) float tile[];
@@ -190,7 +191,7 @@ __global__ void never_waits(const float*, float*) {}
 
 // ---- the table ------------------------------------------------------------------------------------------------------
 
-enum Array { kIn, kOut, kWorkspace };  // read-only, initialized, and uninitialized [kN]
+enum Array { kIn, kOut, kWorkspace };  // of kN floats: read-only, writable and initialized, and uninitialized
 
 struct Step {
   LaunchConfig config;

@@ -15,7 +15,7 @@ struct Gpu {
   const char* name;
   int architecture;  // compute capability: 80, 90, ...
   int multiprocessors;
-  int warps, blocks, shared_bytes;  // of a multiprocessor
+  int warps, blocks, shared_bytes;  // the most on a multiprocessor
   int shared_bytes_of_block;        // after cudaFuncSetAttribute
 };
 
@@ -28,7 +28,7 @@ constexpr Gpu kGpus[] = {
     {"RTX 5090", 120, 170, 48, 24, 100 << 10, 99 << 10},  // Blackwell
 };
 constexpr int kWarpSize = 32, kRegisters = 64 << 10, kMaxThreads = 1024, kMaxCluster = 8;
-constexpr int kReservedShared = 1 << 10;  // bytes of each block, for the system
+constexpr int kReservedShared = 1 << 10;  // bytes of each block, which the system uses
 constexpr int kSharedWithoutOptIn = 48 << 10;
 
 template <class Predicate>
@@ -59,7 +59,7 @@ inline int resident_blocks(const Gpu& gpu, const Kernel& kernel, uint64_t thread
   if (threads == 0 || threads > kMaxThreads || shared > static_cast<uint64_t>(gpu.shared_bytes_of_block)) return 0;
   const int warps = static_cast<int>(threads + kWarpSize - 1) / kWarpSize;
   const int registers_of_warp = std::max((kernel.registers * kWarpSize + 255) / 256 * 256, 256);
-  const int warps_by_registers = kRegisters / registers_of_warp / 4 * 4;  // for four schedulers
+  const int warps_by_registers = kRegisters / registers_of_warp / 4 * 4;  // each of four schedulers has as many warps
   return std::min({warps_by_registers / warps, gpu.warps / warps, gpu.blocks,
                    gpu.shared_bytes / (static_cast<int>(shared) + kReservedShared)});
 }

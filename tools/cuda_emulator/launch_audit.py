@@ -40,20 +40,21 @@ class Target(NamedTuple):
         return f"{self.gpu} with code for {self.code / 10}"
 
 
-# A build for 8.0, 9.0 and 10.0+PTX; then builds that only have code older than the device.
+# The GPUs with a build for 8.0, 9.0 and 10.0+PTX; then GPUs with a build that only has older code.
 TARGETS = [Target("A100", 80), Target("A10", 80), Target("L4", 80), Target("H200", 90), Target("B200", 100)]
 TARGETS += [Target("RTX 5090", 100), Target("H200", 80), Target("B200", 90), Target("RTX 5090", 80)]
 
 ROWS = (1, 129, 4096, 1_000_000, 10_000_000)
 MAX_COLS = 4 << 20
-MAX_BYTES = 4 << 30  # of a tensor: address space, not memory
+MAX_BYTES = 4 << 30  # of a tensor, which takes address space and no memory
 # Rows at the limits of the kernels, in vectors of 16 bytes: the lanes of a warp, the warps of a block, registers, and
 # the blocks of a cluster, for both passes, with 227 and with 99 KiB of shared memory per block.
 VECTORS = [1, 2, 4, 8, 16, 32, 64, *range(128, 2049, 128), 2560, *range(3072, 8193, 1024), 9216, 16384, 32768, 262144]
 
-# The dtypes of the input and of the parameters. Kernels are not compiled for the second one: it changes a flag.
+# The dtypes of the input and of the parameters. The dtype of parameters only changes a flag, so float32 suffices.
 DTYPES = [(torch.float32, torch.float32), (torch.float16, torch.float32), (torch.bfloat16, torch.float32)]
-# Masks of gradients that differ in the arrays that the kernels read and in the sums that they store.
+# Masks of the requested gradients: all of input, weight and bias, or one of them. With each mask, backward reads other
+# arrays and stores other sums.
 MASKS = [
     [*mask, False, False, False]
     for mask in ([True] * 3, [True, False, False], [False, True, False], [False, False, True])
@@ -84,10 +85,10 @@ backward = on_cuda(torch.ops.layernorm.backward.default)
 
 
 def calls_on(x, parameters, masks=MASKS[:1], **layout):
-    """Yield (description, function) for calls on a tensor with each (name, weight, bias).
+    """Yield (description, function) for calls on a tensor with each of the parameters (name, weight, bias).
 
-    The weight is also the scale of an input beside a residual ("scaled input"). With several masks of gradients, calls
-    with further options follow: RMSNorm, memory_efficient and residuals, with the last weight and bias.
+    The weight is also the input_scale of an input beside a residual ("scaled input"). With several masks of gradients,
+    calls with further options follow: RMSNorm, memory_efficient and residuals, with the last weight and bias.
     """
     dim, dtype = 1 if layout else x.dim() - 1, torch.float32
     n = [x.shape[dim]]
@@ -100,7 +101,7 @@ def calls_on(x, parameters, masks=MASKS[:1], **layout):
             continue
         yield f"forward, scaled input{name}", forward_fused(x, n, w, b, 1e-5, x, None, w)
         yield f"backward, scaled input{name}", backward(x, x, n, mean, rstd, w, b, [True] * 6, x, None, w, x)
-        if w.dtype == dtype:  # torch would convert others, and access the memory of the tensors
+        if w.dtype == dtype:  # torch would convert other weights, and so access the memory of the tensors
             gated = {"gate_first": True}
             yield f"forward, gated norm{name}", forward_fused(x, n, w, b, 1e-5, None, x, **gated)
             for mask in ([True] * 6, [False] * 3 + [True, False, False])[: len(masks)]:
@@ -136,7 +137,7 @@ def calls_on_rows(dtypes, rows, cols):
 
 
 def calls_on_samples(dtypes, samples, rows, cols):
-    """Yield calls for samples with parameters of their own, and inside a fused projection."""
+    """Yield calls for samples with parameters of their own, and for a slice of a fused projection."""
     x = torch.empty(samples, rows, cols, dtype=dtypes[0])
     own, shared = torch.empty(samples, 1, cols, dtype=dtypes[1]), torch.empty(cols, dtype=dtypes[1])
     yield from calls_on(x, [(", own parameters", own, own), (", own weight", own, shared), (", own bias", shared, own)])
@@ -153,25 +154,26 @@ def calls_on_images(dtypes, *shape):
 def all_calls():
     """Yield (description, function) for every call of the audit."""
     for dtypes in DTYPES:
-        what = "/".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        dtype_names = "/".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         for cols, rows in itertools.product(lengths(dtypes[0].itemsize), ROWS):
             if rows * cols * dtypes[0].itemsize > MAX_BYTES:
                 continue
-            shape = f"{rows} x {cols} {what}"
+            shape = f"{rows} x {cols} {dtype_names}"
             for name, call in calls_on_rows(dtypes, rows, cols):
                 yield f"{name}: {shape}", call
             if rows in (129, 4096, 1_000_000):
                 for rows_of_sample in (1, 4, rows // 4):
                     for name, call in calls_on_samples(dtypes, rows // rows_of_sample, rows_of_sample, cols):
                         yield f"{name}, {rows_of_sample} rows of a sample: {shape}", call
-        # The channels of which 96 or 93 KiB of shared memory hold 32 pixels, in forward and in backward.
-        limits = {kib * 1024 // 32 // dtypes[0].itemsize // passes for kib in (93, 96) for passes in (1, 2)}
+        # The most channels for which a tile of 32 pixels fits into 96 or 93 KiB of shared memory. Forward stages one
+        # array, and backward two.
+        limits = {kib * 1024 // 32 // dtypes[0].itemsize // arrays for kib in (93, 96) for arrays in (1, 2)}
         channels = {1, 3, 16, 64, 100, 192, 384, 768, 1536, 4096, *(c + d for c in limits for d in (-1, 0, 1))}
         for c, (n, side) in itertools.product(sorted(channels), ((1, 2), (1, 7), (4, 14), (3, 56), (4096, 56))):
             if n * c * side * side * dtypes[0].itemsize > MAX_BYTES:
                 continue
             for name, call in calls_on_images(dtypes, n, c, side, side):
-                yield f"{name}: images {n} x {c} x {side} x {side} {what}", call
+                yield f"{name}: images {n} x {c} x {side} x {side} {dtype_names}", call
 
 
 # ---- running them ----------------------------------------------------------------------------------------------------
@@ -183,9 +185,9 @@ def build_runtime():
 
 
 class Runtime:
-    """The preloaded CUDA runtime for a target, whose code has `kernels`.
+    """The preloaded CUDA runtime, set up for a target.
 
-    `kernels` is {mangled name: (function, registers, static shared memory)}.
+    `kernels` are the kernels in the target's code: {mangled name: (function, registers, static shared memory)}.
     """
 
     def __init__(self, target, kernels):
@@ -208,7 +210,7 @@ class Runtime:
         return self.library.audit_faults().decode().splitlines()
 
     def plan(self, text):
-        """Return a line for each launch of a call: kernel, grid, block, dynamic shared memory, resident blocks.
+        """Return a line for each launch of a call: kernel, grid, block, shared memory, blocks on a multiprocessor.
 
         The shape is [rows, cols], [samples, rows, cols] or [N, C, H, W]. A repeated call must ask the CUDA runtime for
         nothing but the current device.
@@ -235,7 +237,7 @@ def runtime_of(target):
 
 def audit(target):
     """Return the number of calls that the target refuses, and a text that lists the first ones."""
-    gc.disable()  # a tenth of the time
+    gc.disable()  # garbage collection takes a tenth of the time
     runtime, total, refused, lines = runtime_of(target), 0, 0, []
     for name, call in all_calls():
         total += 1
@@ -250,7 +252,7 @@ def unknown_symbols(library):
     """Return the functions of the CUDA runtime that a compiled module calls and audit_runtime.cpp lacks."""
     wanted = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True)
     answered = set(re.findall(r"\b(cuda\w+)\(", (emulated_build.EMULATOR / "audit_runtime.cpp").read_text()))
-    # The first is a pure function. Code that nvcc generates for <<<>>> refers to the second, but nothing calls it.
+    # The first only returns a text. Code that nvcc generates for <<<>>> refers to the second, but nothing calls it.
     harmless = {"cudaGetErrorString", "cudaLaunchKernel"}
     return sorted(set(re.findall(r" U (cuda\w+)", wanted.stdout)) - answered - harmless)
 

@@ -20,13 +20,13 @@ struct ThreadId {
   uint32_t block = 0, cluster = 0;  // flat index in the grid
   uint32_t thread = 0;              // flat index in the block
 };
-// The number of barriers of each scope that a thread has passed. A barrier orders an access before that of another
-// thread of its scope if the first thread's number is smaller.
+// How many barriers of its block, its warp and its cluster a thread has passed. An access is ordered before the access
+// of another thread of the same block (or warp) if its number of block (or warp) barriers is smaller.
 struct Epochs {
   uint32_t block = 0, warp = 0, cluster_arrived = 0, cluster_waited = 0;
 };
 
-// A cp.async.
+// A pending cp.async: see async_copy().
 struct Transfer {
   void* to;
   const void* from;
@@ -36,34 +36,34 @@ struct Transfer {
 
 struct Thread;
 
-// Threads that wait for each other: those of a warp, a block or a cluster.
+// Threads that wait for each other: the threads of a warp, a block or a cluster.
 struct Group {
-  const char* barrier;  // its name in reports
-  Thread* threads;      // the first one; the others follow it
-  unsigned size, live, arrived, completed_barriers;
-  Place place;  // of the barrier at which threads wait
+  const char* barrier;                               // the name of the group's barrier in reports
+  Thread* threads;                                   // the first one; the others follow it
+  unsigned size, live, arrived, completed_barriers;  // live: threads that have not returned; arrived: at the barrier
+  Place place;                                       // the line of the barrier at which threads wait
 };
 struct Warp : Group {
-  unsigned runnable;  // mask of lanes
+  unsigned runnable;  // mask of the lanes that do not wait
 };
 struct Cluster : Group {
-  std::set<size_t> shared;  // offsets of the declarations that a thread has reached
+  std::set<size_t> shared;  // offsets of the shared arrays whose declaration a thread has reached
 };
 struct Block : Group {
   uint3 index;
-  unsigned rank;
+  unsigned rank;  // in the cluster
   Cluster* cluster;
-  char* arena;  // its shared memory, kArenaBytes
+  char* arena;  // the block's shared memory, kArenaBytes
 };
 
-// {index of the block that sent a message: its Epochs::block at that time}.
+// {index of a block that sent a message: Epochs::block of its sender at that time}.
 using Messages = std::map<uint32_t, uint32_t>;
 
 // An mbarrier. The threads of a block wait on it for messages: asynchronous stores of other blocks, or of their own.
 struct TransactionBarrier : Group {
-  bool announced = false;
-  int64_t missing_bytes = 0;
-  Messages arrived_messages{}, last_messages{};  // of the current phase, and of the completed one
+  bool announced = false;                        // a thread has announced the bytes of the current phase
+  int64_t missing_bytes = 0;                     // announced bytes that have not arrived
+  Messages arrived_messages{}, last_messages{};  // of the current phase, and of the last completed one
 };
 
 struct Thread {
@@ -76,14 +76,14 @@ struct Thread {
   char* stack;          // kStackBytes
   void* stack_pointer;  // while it does not run
 
-  Group* waits_for;  // null unless it waits
+  Group* waits_for;  // the group at whose barrier the thread waits, or null
   Exchange exchange;
   uint64_t result;  // of the last exchange
 
   std::vector<Transfer> open_copies;              // cp.async, not committed
   std::deque<std::vector<Transfer>> copy_groups;  // committed, oldest first
-  Messages known_messages;                        // those of mbarriers at which this thread has waited
-  bool waited_for_previous_grid;                  // itself, or a thread before a block barrier that both passed
+  Messages known_messages;                        // the messages of mbarriers at which this thread has waited
+  bool waited_for_previous_grid;                  // this thread, or another before a block barrier that both passed
 };
 
 struct RunningLaunch {
@@ -97,16 +97,16 @@ struct RunningLaunch {
   std::vector<Cluster> clusters{};
   std::vector<Warp> warps{};
   std::vector<size_t> order{};                           // indices of warps: the first runnable one runs
-  std::map<const void*, size_t> static_offsets{};        // by declaration
-  std::map<const void*, TransactionBarrier> barriers{};  // by address
-  size_t static_end = 0, static_bytes = 0;
+  std::map<const void*, size_t> static_offsets{};        // of static shared arrays, by declaration
+  std::map<const void*, TransactionBarrier> barriers{};  // by the address of the kernel's variable
+  size_t static_end = 0, static_bytes = 0;               // of these arrays: offset of their end, and sum of their sizes
   std::string fault{};
 };
 
 constexpr size_t kStackBytes = 64 * 1024;
 constexpr size_t kMaxStatic = 48 * 1024;   // bytes of static shared memory of a block
 constexpr size_t kMaxShared = 227 * 1024;  // bytes of static and dynamic shared memory, of any GPU
-constexpr size_t kRedZone = 256;
+constexpr size_t kRedZone = 256;  // bytes after a shared array that belong to no array, so that an overrun is found
 constexpr size_t kDynamicBase = 2 * kMaxStatic;  // below it are static arrays and the gaps between them
 constexpr size_t kArenaBytes = kDynamicBase + kMaxShared + 2 * kRedZone;
 
@@ -115,7 +115,7 @@ extern Thread* current;         // null on the host
 
 // Ends the launch with a Fault. Abandons the fiber, and destroys nothing on its stack.
 [[noreturn]] void fail(std::string what);
-void require(bool condition, const char* otherwise, const void* pc);  // or fails, at that line
+void require(bool condition, const char* otherwise, const void* pc);  // fails, at the line of pc, without the condition
 std::string describe_thread(const ThreadId& id);
 
 Block& peer(Block& block, unsigned rank);

@@ -26,13 +26,13 @@ Thread* current = nullptr;
 namespace {
 
 constexpr int kWarpSize = 32;
-constexpr size_t kGuardBytes = 4096;          // below every stack; an access to it is a segmentation fault
-constexpr uint8_t kUninitializedByte = 0xff;  // new shared memory holds NaN, -1, or a wild index
+constexpr size_t kGuardBytes = 4096;          // below every stack; an access to them is a segmentation fault
+constexpr uint8_t kUninitializedByte = 0xff;  // new shared memory has NaN, or -1, which is no valid index
 
 Options current_options;
 std::mutex one_launch_at_a_time;
 void* host_stack_pointer = nullptr;
-// Stacks and shared memory, which the next launch uses again.
+// Stacks, and the shared memory of resident blocks, which the next launch reuses.
 std::vector<Thread> threads;
 std::vector<char*> arenas;
 std::map<std::pair<const void*, unsigned>, int> launched;  // the number of launches by kernel and cluster size
@@ -42,7 +42,7 @@ std::map<std::pair<const void*, unsigned>, int> launched;  // the number of laun
 #if !defined(__x86_64__)
 #error "the emulator switches stacks in assembly, for x86-64 only"
 #endif
-// Pushes the callee-saved registers, stores the stack pointer to *save, and continues on the other stack.
+// Pushes the callee-saved registers, stores the stack pointer to *save, and continues on the stack `load`.
 extern "C" void emulator_switch_stack(void** save, void* load);
 asm(R"(
 .text
@@ -81,7 +81,7 @@ void allocate_threads(size_t count) {
   }
 }
 
-// Returns the indices below `count` in the order in which they may run: ascending with seed 0, else random.
+// Returns the indices of `count` clusters or warps in the order in which they run: ascending with seed 0, else random.
 std::vector<size_t> draw_order(size_t count, std::mt19937_64& random) {
   std::vector<size_t> order(count);
   std::iota(order.begin(), order.end(), 0);
@@ -89,7 +89,7 @@ std::vector<size_t> draw_order(size_t count, std::mt19937_64& random) {
   return order;
 }
 
-// Returns a lane of the first warp in running->order that has a runnable one, and marks it as running.
+// Returns a runnable thread of the first warp in running->order that has one, and marks it as running.
 Thread* pick_runnable_thread() {
   RunningLaunch& r = *running;
   const bool random = current_options.seed != 0;
@@ -167,7 +167,7 @@ void switch_to(Thread* thread, void** save) {
   emulator_switch_stack(save, thread ? thread->stack_pointer : host_stack_pointer);
 }
 
-// Switches to the next runnable thread. If none is left, the host continues and finds out why.
+// Switches to the next runnable thread. If there is none, or after a fault, the host continues, in run_blocks().
 void switch_away() {
   Thread* me = current;
   Thread* next = running->fault.empty() ? pick_runnable_thread() : nullptr;
@@ -286,7 +286,7 @@ void start_thread(Thread& thread, Block& block, Warp& warp, unsigned index, uint
   thread.block = &block;
   thread.warp = &warp;
   make_runnable(thread);
-  // As emulator_switch_stack leaves a stack: six registers, the return address, and the alignment after a call.
+  // The stack is as emulator_switch_stack leaves it: six registers, the return address, and 8 bytes for the alignment.
   auto* top = reinterpret_cast<void**>(stack + kStackBytes);
   *--top = nullptr;
   *--top = reinterpret_cast<void*>(&thread_main);
@@ -294,7 +294,7 @@ void start_thread(Thread& thread, Block& block, Warp& warp, unsigned index, uint
   thread.stack_pointer = top;
 }
 
-// Makes the blocks of these clusters resident.
+// Makes the blocks of the clusters with these indices resident: sets up their groups and their threads.
 void start_clusters(std::span<const size_t> ids) {
   RunningLaunch& r = *running;
   const size_t blocks = ids.size() * r.launch.cluster;
@@ -539,13 +539,13 @@ void* static_shared(const void* key, size_t bytes, size_t alignment, const char*
   RunningLaunch& r = *running;
   const auto [slot, is_new] = r.static_offsets.try_emplace(key);
   if (is_new) {
-    // Aligned exactly as declared, so that a wider access is misaligned.
+    // Not more aligned than declared (an odd multiple of the alignment), so that a wider access is misaligned.
     const size_t step = std::max<size_t>(alignment, 4);
     slot->second = (r.static_end / (2 * step) + 1) * (2 * step) + step;
     r.static_end = slot->second + bytes + kRedZone;
     r.static_bytes += bytes;
     if (r.static_bytes > kMaxStatic || r.static_end > kDynamicBase) fail("more than 48 KiB of static shared memory");
-    // An array becomes known when a thread reaches its declaration.
+    // The size of an array is known only when a thread reaches its declaration, so the launch is checked again.
     if (const std::string why = refusal(r.launch, r.static_bytes); !why.empty()) fail(why);
   }
   return shared_memory(slot->second, bytes, name);
@@ -568,7 +568,7 @@ void emulator_configure(uint64_t seed, int architecture, int resident, int64_t p
   layernorm::cuda::lower_launch_limits(path_limit, few_iterations);
 }
 
-// Returns a line "number cluster_size kernel" for each kind of launch since the last call.
+// Returns a line "number_of_launches cluster_size kernel" for each kernel and cluster size since the last call.
 const char* emulator_launched() {
   static std::string lines;
   lines.clear();

@@ -27,7 +27,7 @@ def test_no_kernel_uses_local_memory(kernels):
 
 
 def test_rows_and_pixels_are_moved_by_16_bytes(kernels):
-    """A thread holds at least four vectors of a row, or copies them; images are copied in a loop."""
+    """A thread loads all its vectors of a row, or copies at least two to shared memory. A loop copies images."""
     for kernel in kernels:
         if kernel.function.startswith("channels_first"):
             assert kernel.count("LDGSTS", "128") > 0 and kernel.count("STG", "128") > 0, kernel.name
@@ -44,9 +44,9 @@ def test_rows_and_pixels_are_moved_by_16_bytes(kernels):
 
 
 def test_emulated_calls_reach_every_kernel(kernels):
-    """The compiled package has no other kernels than those that run in the emulator, and at most 62.
+    """The compiled package has only kernels that run in the emulator, and at most 62.
 
-    Rows are whole vectors, or one element less; and then without parameters and at any address. Long rows are few.
+    Rows are whole vectors, or one element shorter. Each shape is also run without parameters, with dy at any address.
     """
     library = emulated_build.library(emulated_build.PLAIN)
     library.launched()

@@ -1,6 +1,6 @@
 """Every path of the CUDA kernels runs in the emulator with each memory access checked.
 
-Sizes are few, and at the limits where one kernel takes over from another. The ordinary tests compare the results of
+The sizes are few, on both sides of the limits where another kernel begins. The ordinary tests compare the results of
 many more inputs with float64, in a faster mode of the emulator: `--backends emulated`. Tests of hard values, NaN and
 constant rows also run on each path with each access checked: `make test-device`. float64 has no kernels.
 """
@@ -49,7 +49,8 @@ def library():
     return emulated_build.library(emulated_build.CHECKED)
 
 
-# path_limit for images: with 0, nothing fits into shared memory. Else images of 24 pixels are copied by 16 bytes.
+# path_limit for images: with 0, no tile fits into shared memory. Otherwise, images of 24 pixels are copied there, 16
+# bytes at a time.
 STAGED = [emulated_build.UNLIMITED, 0]
 staged = pytest.mark.parametrize("path_limit", STAGED, ids=["staged", "not staged"])
 rows_and_pixels = pytest.mark.parametrize(
@@ -62,12 +63,12 @@ rows_and_pixels = pytest.mark.parametrize(
 # Schedules
 
 
-# The limits are the longest rows of 1 to 32 lanes and of a block, and of threads with two, four and eight vectors
-# (forward_registers.cu), in vectors of 16 bytes.
+# The limits, in vectors of 16 bytes, are the longest rows of 1 to 32 lanes and of a block, and of threads with two,
+# four and eight vectors (forward_registers.cu).
 @kernel_dtypes
 @pytest.mark.parametrize("limit", [1, 8, 16, 31, 64, 128, 256, 1024, 2048])
 def test_all_schedules_give_the_same_bits(library, dtypes, limit):
-    """Rows of whole vectors are aligned; those with one element less or more are not."""
+    """Rows of whole vectors are aligned; rows with one element less or more are not."""
     vector = 16 // dtypes[0].itemsize
     seeds = range(4) if limit <= 128 else [2]
     for cols in {1, limit * vector - 1, limit * vector, limit * vector + 1}:
@@ -86,7 +87,7 @@ def test_all_schedules_give_the_same_bits(library, dtypes, limit):
 @kernel_dtypes
 @pytest.mark.parametrize("blocks", [2, 8])
 def test_all_schedules_of_a_cluster_give_the_same_bits(library, dtypes, blocks):
-    """A cluster takes several rows, and its last row may not exist. A GPU of 99 KiB may have less stages."""
+    """A cluster takes several rows, and its last row may not exist. With 99 KiB, a block may have fewer stages."""
     vectors = blocks * 32 * 16 // dtypes[0].itemsize
     for cols, architecture in [(vectors, 90), (vectors, 120), (vectors - 1, 90)]:
         x, dy, w, b = random_args(library, dtypes, 11, cols)
@@ -110,7 +111,7 @@ def test_all_schedules_and_layouts_give_the_same_bits_for_images(library, dtypes
     for each warp. With 49 pixels, the number of a pixel's image is at first computed as one too low, because
     49 * (1 / 49) is less than 1.
     """
-    places = [(0, 0), (0, 1), (3, 0), (2, 5)]  # gap and offset
+    places = [(0, 0), (0, 1), (3, 0), (2, 5)]  # gap and offset of amid_nans()
     for shape in [(1, 1, 2), (2, 3, 31), (1, 7, 32), (3, 8, 33), (70, 9, 2), (3, 130, 13), (1, 150, 40), (2, 5, 49)]:
         x, dy, w, b = random_args(library, dtypes, *shape)
         expected = None
@@ -126,7 +127,7 @@ def test_all_schedules_and_layouts_give_the_same_bits_for_images(library, dtypes
 
 
 def launches_of(launched, name):
-    """Return the cluster sizes of the launches of a kernel, and their number."""
+    """Return {cluster size: number of launches} of the kernels whose names include `name`."""
     return {cluster: count for (kernel, cluster), count in launched.items() if name in kernel}
 
 
@@ -139,8 +140,8 @@ def launches(library, name):
 def test_long_rows_in_clusters_and_two_launches(library, dtypes):
     """A cluster has up to 8 blocks for a row, of `limit` vectors each. Rows of more blocks take two launches.
 
-    The last warps of the row of 7 * 256 + 1 vectors have no columns. The same statistics give the same bits of all
-    results of a row.
+    The last warps of the row of 7 * 256 + 1 vectors have no columns. The results of a row have the same bits in a
+    cluster and in two launches, if backward gets the same statistics.
     """
     vector = 16 // dtypes[0].itemsize
     blocks_and_missing_elements = [(1, 1), (2, 0), (4, 0), (8, 1), (9, 0), (24, 3)]
@@ -193,7 +194,7 @@ def test_blocks_that_share_a_row_of_forward_have_few_warps(library, cols, blocks
 @pytest.mark.parametrize("architecture", [89, 90, 120])
 @pytest.mark.parametrize("dtype, vectors", [(BF16, 1024), (BF16, 1025), (BF16, 2048), (F32, 1280), (F32, 2048)])
 def test_backward_fits_into_shared_memory(library, architecture, dtype, vectors):
-    """With 99 KiB, a block holds one row of 2048 unaligned float32 vectors, but not the next one."""
+    """With 99 KiB, a block holds one unaligned row of nearly 2048 float32 vectors, but not the next row."""
     x, dy, w, b = random_args(library, (dtype, dtype), 1, vectors * 16 // dtype.itemsize - 1)
     for grad_sum in (randn(x.shape, dtype), None):
         with library.schedule(1, architecture=architecture):
@@ -254,12 +255,12 @@ def in_fused_projection(tensor):
 @rows_and_pixels
 @residual_dtypes
 def test_options_match_float64(library, dtypes, run, path):
-    """Each test draws 30 combinations of sizes, options and layouts, always the same ones.
+    """Each test draws 30 combinations of sizes, options and layouts, the same in each run.
 
     Samples have few or many rows, so that they have one segment or several, and a block's rows share a sample or not.
-    260 vectors take several warps, or several blocks of 32; 100 and 1030 vectors take other loops in registers.
-    Images of 24 pixels are copied by 16 bytes. One row of the sum overflows. The memory of a gradient that is not
-    requested does not exist, so that writing it fails.
+    Rows of 260 vectors take several warps, or several blocks of 32 vectors; 100 and 1030 vectors take other loops in
+    registers. Images of 24 pixels are copied by 16 bytes. One row of the sum overflows. A gradient that is not
+    requested has no memory, so that a kernel that writes it fails.
 
     The layout of a tensor changes no bit of a row's results, nor does an addition in place.
     """
@@ -352,7 +353,7 @@ def test_sums_of_segments_do_not_depend_on_which_gradients_are_computed(library,
     "path_limit, cols", [(0, 132), (emulated_build.UNLIMITED, 2056)], ids=["several blocks", "one block"]
 )
 def test_weight_gradients_sum_256_rows_at_once(library, rows, path_limit, cols):
-    """In float32, the ones after 2^24 are lost in the same sum, but not in the next one.
+    """In float32, 2^24 + 1 is 2^24: ones after 2^24 are lost in the same sum of 256 rows, but not in the next sum.
 
     Sums of 255 rows would leave 2 for the next sum of 257 rows, and sums of 257 rows would leave 254 of 511.
     """
@@ -383,9 +384,9 @@ GATED_MASKS = [
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 @residual_dtypes
 def test_gates_beside_residuals_match_float64(library, dtypes, path):
-    """Each test draws 10 combinations of sizes, gates, layouts and wanted gradients, always the same ones.
+    """Each test draws 10 combinations of sizes, gates, layouts and wanted gradients, the same in each run.
 
-    Samples have one segment or several, and a block has rows of one sample or of some.
+    Samples have one segment or several, and a block has rows of one sample or of several.
     """
     draw = random.Random(f"gate {dtypes} {path}").choice
     for case in range(10):
@@ -416,7 +417,7 @@ def test_gates_beside_residuals_match_float64(library, dtypes, path):
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=dtypes_id)
 def test_gated_norms_match_float64(library, dtype, path):
-    """Each test draws 12 combinations of sizes, options, layouts and wanted gradients, always the same ones.
+    """Each test draws 12 combinations of sizes, options, layouts and wanted gradients, the same in each run.
 
     The gate is a slice of a fused projection, or at any address. Some of its numbers are large.
     """

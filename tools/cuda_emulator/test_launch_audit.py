@@ -33,8 +33,8 @@ def test_functions_that_the_audit_lacks_are_named():
 
 KIB = 1024
 SMALL, LARGE, BACKWARD, UNLISTED = 1, 2, 3, 4  # stand for the addresses of kernels
-# The name in the binary, and the function, its registers and its static shared memory. The second name has the name of
-# another function among its template arguments, which must not count.
+# {name in the binary: (function, registers, static shared memory)}. The second name has the name of another function
+# among its template arguments, which must not make it persistent.
 KERNELS = {
     "small": ("small", 32, 4 * KIB),
     "large<backward_staged>": ("large", 255, 0),
@@ -54,7 +54,7 @@ class Config(ctypes.Structure):  # cudaLaunchConfig_t
 
 
 class Host(launch_audit.Runtime):
-    """Calls the runtime as host code does."""
+    """A Runtime with KERNELS, whose functions it calls as host code does."""
 
     def __init__(self, gpu, code):
         super().__init__(launch_audit.Target(gpu, code), KERNELS)
@@ -82,7 +82,7 @@ class Host(launch_audit.Runtime):
 
 
 NOT_ALLOWED = "that cudaFuncSetAttribute has allowed"
-# The calls on an H200 with code for 9.0, and a part of the fault or None
+# Calls on an H200 with code for 9.0, and a part of the fault that each gives, or None.
 ON_H200 = [
     (lambda host: host.launch(SMALL, shared=44 * KIB), None),
     (lambda host: host.launch(SMALL, shared=46 * KIB), "51200 bytes of shared memory, 4096 of them static"),

@@ -1,4 +1,4 @@
-// Replaces torch's header. The ranges of three threads run one after another.
+// Replaces the header of torch. The ranges of three threads are run one after another.
 #pragma once
 
 #include <algorithm>

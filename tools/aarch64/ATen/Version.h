@@ -1,4 +1,4 @@
-// Replaces torch's header, of which dispatch.cpp needs nothing if DEFAULT is the only instruction set.
+// Replaces the header of torch. dispatch.cpp needs nothing of it if DEFAULT is the only instruction set.
 #pragma once
 
 #include <string>
