@@ -35,7 +35,7 @@ inline Words narrow(const Pack<float>& p) {
 #endif
 }
 
-// Convert half to float and back; kVectorBytes / 2 bytes at p.
+// Convert float16 to float and back: a vector of floats, and kVectorBytes / 2 bytes at p.
 #if defined(__AVX512F__)
 inline Vec<float> load_half(const Half* p) {
   return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -80,7 +80,7 @@ inline void store_half(Half* p, Vec<float> v) {
 }
 #endif
 
-// Convert floats in memory order to even and odd elements, and back.
+// Convert a pack in memory order to one with the even elements in `a` and the odd ones in `b`, and back.
 #if defined(__AVX512F__)
 inline Pack<float> to_even_odd(const Pack<float>& p) {
   const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
@@ -126,8 +126,8 @@ inline Pack<float> from_even_odd(const Pack<float>& p) {
 
 // ---- loads and stores; they access nothing outside the row ----------------------------------------------------------
 
-// Loads v once, even if it is used several times. GCC would read it from memory for each use, but the loops of backward
-// are bound by loads.
+// Makes GCC load v once, even if it is used several times. GCC would read it from memory for each use, but the loops of
+// backward are bound by loads.
 template <class V>
 inline V in_register(V v) {
 #if defined(__AVX2__)
@@ -166,7 +166,7 @@ inline Words read_words(const BFloat16* p, AllLanes) {
 }
 inline void write_words(BFloat16* p, Words words, AllLanes) { std::memcpy(p, &words, sizeof(words)); }
 
-// All lanes, with streaming stores, which bypass the caches; p is a multiple of kVectorBytes.
+// Lanes for write(): all, by streaming stores, which bypass the caches. The address is a multiple of kVectorBytes.
 struct Streaming {};
 #if defined(__AVX2__)
 constexpr bool kHasStreamingStores = true;
