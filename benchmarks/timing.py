@@ -30,8 +30,8 @@ def keep_pages() -> None:
 class Device:
     """Measures time on a device, and captures CUDA graphs.
 
-    `rotate` is the number of bytes to cycle through before tensors are used again: four times the L2 cache of a GPU, so
-    that kernels read from memory, and 0 on a CPU.
+    `rotate` is the number of bytes of other tensors to use before the same tensors are used again: four times the L2
+    cache of a GPU, so that kernels read from memory, and 0 on a CPU.
     """
 
     def __init__(self, name: str):
@@ -165,10 +165,10 @@ def first_line(error: BaseException) -> str:
 
 
 def summarize(times: dict[str, list[float]], name: str, against: tuple[str, ...]) -> dict:
-    """Return the statistics of one contender; those without samples are None.
+    """Return the statistics of one contender; a statistic without samples is None.
 
-    `us` is the median time of a call in microseconds. `of_X` is the median of X's time divided by the contender's, so
-    more than 1 is faster than X. `verdict` compares the contender with the first of `against`.
+    `us` is the median time of a call in microseconds. `of_X`, for X in `against`, is the median of X's time divided by
+    the contender's, so more than 1 is faster than X. `verdict` compares the contender with the first of `against`.
     """
     first = next(iter(times), None)
     found = {"us": statistics.median(times[name]) * 1e6 if name in times else None}
