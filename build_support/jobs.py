@@ -25,7 +25,8 @@ def max_jobs(root: Path = Path("/")) -> int:
 def _control_groups(root: Path) -> Iterator[Path]:
     """Yield the folders of this process's control groups and of their ancestors, whose limits hold as well.
 
-    In a container, the path may be that on the host, which does not exist there: then the root folder has the limits.
+    In a container, the path of a group may be the one on the host. It does not exist in the container, whose limits are
+    then in the root folder.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
