@@ -20,7 +20,7 @@ from .timing import Device
 Results = Tensor | tuple[Tensor, ...]
 
 
-# The blocks, with the norms of a library: torch.nn.functional or layernorm_ext.
+# The blocks. `library` has their norms: torch.nn.functional or layernorm_ext.
 
 
 def norm_gelu(library: ModuleType, x: Tensor, weight: Tensor, bias: Tensor) -> Results:

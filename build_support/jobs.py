@@ -9,7 +9,7 @@ MEMORY_PER_JOB = 2 * 1024**3  # bytes; the largest compilation takes 1.2 GiB
 
 
 def max_jobs(root: Path = Path("/")) -> int:
-    """Return the number of cores, or fewer if the memory is less than MEMORY_PER_JOB for each; ninja would add two."""
+    """Return the number of cores (ninja would add two), or fewer if each would have less than MEMORY_PER_JOB."""
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for group in _control_groups(root):

@@ -185,7 +185,7 @@ void backward_of_rows(const Call& call) {
       for (int64_t segment = first; segment < end; ++segment) {
         // Another core may have read these partial sums in the last call, so that stores would wait for its cache.
         if (ParameterGradients(p).any()) prefetch_row_for_write(call.buffer(segment), call.pitch);
-        backward_segment(call, segment, segment, first);
+        backward_segment(call, segment, segment, /*second_buffer=*/first);  // one for each thread
       }
     });
   }

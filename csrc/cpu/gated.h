@@ -6,8 +6,8 @@
 //   gate first: y is the plain norm of u = x * f(z)
 //     dx = du * f(z)     dz = du * x * f'(z)      du is the dx of the plain norm
 //
-// The first loop of backward computes f(z) and f'(z), and stores dy * f'(z) or x * f'(z), so that the last loop, which
-// has n or du, need not compute them again.
+// The first loop of backward computes f(z) and f'(z), and stores the factor dy * f'(z) or x * f'(z) of dz. The last
+// loop multiplies this factor by n or du, and need not compute f'(z) again.
 #pragma once
 
 #include "loops.h"

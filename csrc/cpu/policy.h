@@ -64,6 +64,7 @@ constexpr int64_t kSubtotalRows = 64;
 struct Segments {
   explicit Segments(const BackwardParams& p) : Segments(p, ParameterGradients(p)) {}
 
+  // The first row of a segment and the row after its last one, of [samples * rows].
   int64_t begin(int64_t segment) const { return segment / per_sample * sample_rows + segment % per_sample * rows; }
   int64_t end(int64_t segment) const { return min(begin(segment) + rows, (segment / per_sample + 1) * sample_rows); }
 
@@ -94,10 +95,10 @@ struct Segments {
   }
 };
 
-// Images are divided into tiles of adjacent pixels. All channels of a tile fit into the second-level cache, and each
-// channel has at least a few cache lines of pixels. A segment is one tile, whose weight gradients have partial sums of
-// their own. But images of less than 32 pixels share a segment of about 32 pixels, because partial sums would be as
-// large as the images, unless each image has weight gradients of its own (sums_each_image).
+// Images are divided into tiles of adjacent pixels. All channels of a tile fit into the second-level cache (256 KiB),
+// and each channel has at least a few cache lines of pixels. A segment is one tile, whose weight gradients have partial
+// sums of their own. But images of less than 32 pixels share a segment of about 32 pixels, because partial sums would
+// be as large as the images, unless each image has weight gradients of its own (sums_each_image).
 constexpr int64_t kMinTilePixels = 64, kMaxTilePixels = 256;
 struct PixelTiles {
   PixelTiles(const Params& p, int64_t element_bytes, bool sums_each_image)
@@ -218,7 +219,7 @@ struct ForwardPolicy {
     // In arrays of more than 2 MiB, stores of differences would wait until earlier stores to the output are done.
     kept_rows = x.bytes <= int64_t{1} << 21 ? kMaxDifferences / padded_cols(p) : 0;
     // Rows to which a residual is added share no loads, unless there is an input_scale, so they are handled one by one
-    // and stored from aligned addresses on. In the output loop, reading the weight for each row would cost more.
+    // and stored from aligned addresses on. The output loop would lose more by reading the weight for each row.
     const bool shares_input_scale = p.input_scale.data && is_aligned(p.sum, x_bytes);
     residuals_together = p.cols < kMinAlignedCols || shares_input_scale ? rows_together : 1;
     // Streaming stores bypass the caches: the next reader of a smaller output would lose more than they gain. Short
@@ -322,7 +323,7 @@ struct BackwardPolicy {
   // The buffers for partial sums in the workspace: one for each segment. If the sums of a segment are gradients, the
   // thread stores them at once and uses its buffer for the next segment, so that one for each thread is enough.
   int64_t buffers;
-  int64_t second_buffers;  // one more for each of the buffers, or 0 if each segment is one subtotal
+  int64_t second_buffers;  // as many again, after these in the workspace, or 0 if each segment is one subtotal
   bool uses_stack;         // whether the workspace is on the stack, because it is small
 
   int64_t rows_together;  // the rows that share the loads of the weight and the loads and stores of the partial sums
