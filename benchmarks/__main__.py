@@ -106,6 +106,7 @@ def cli() -> None:
 
 
 def add(name: str, callback: Callable, *parameters: click.Parameter) -> None:
+    """Add a command, which also has the options --device and --out."""
     cli.add_command(click.Command(name, callback=callback, params=[*parameters, DEVICE, OUT], help=callback.__doc__))
 
 

@@ -93,7 +93,7 @@ def markdown(table: list[list[str]]) -> str:
 
 
 def speeds(path: Path) -> str:
-    """Return the table of a stored run."""
+    """Return the table of a stored run's speeds (see Layout)."""
     cases = load(path)
     line, keys, base = LAYOUTS[path.stem]
     mode = "graph" if "ours graph us" in cases[0] else "eager"

@@ -93,14 +93,16 @@ inline Pack<float> from_even_odd(const Pack<float>& p) {
   return {_mm512_permutex2var_ps(p.a, low, p.b), _mm512_permutex2var_ps(p.a, high, p.b)};
 }
 #elif defined(__AVX2__)
-inline Vec<float> permute_quarters(__m256 v) {
+// Swaps the second and the third quarter, because shuffles of AVX2 work within each half.
+inline Vec<float> swap_middle_quarters(__m256 v) {
   return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(v), 0xd8));
 }
 inline Pack<float> to_even_odd(const Pack<float>& p) {
-  return {permute_quarters(_mm256_shuffle_ps(p.a, p.b, 0x88)), permute_quarters(_mm256_shuffle_ps(p.a, p.b, 0xdd))};
+  return {swap_middle_quarters(_mm256_shuffle_ps(p.a, p.b, 0x88)),
+          swap_middle_quarters(_mm256_shuffle_ps(p.a, p.b, 0xdd))};
 }
 inline Pack<float> from_even_odd(const Pack<float>& p) {
-  const __m256 a = permute_quarters(p.a), b = permute_quarters(p.b);
+  const __m256 a = swap_middle_quarters(p.a), b = swap_middle_quarters(p.b);
   return {_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)};
 }
 #else
