@@ -84,7 +84,7 @@ struct ChunkParameters {
     });
   }
   Acc operator[](int64_t k) const { return values[k]; }
-  Acc values[kChannelChunk + kMaxPackSize];
+  Acc values[kChannelChunk + kMaxPackSize];  // stores of whole packs may exceed the n values
 };
 
 // Sums over chunks, in double. If Acc is double, too, compensated summation keeps the rounding errors (Knuth, The Art

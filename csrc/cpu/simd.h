@@ -13,7 +13,8 @@
 #include <immintrin.h>
 #endif
 
-// GCC 12 warns of vectors that a loop fills lane by lane, and of the undefined vectors inside its own intrinsics.
+// GCC 12 warns of vectors that a loop fills lane by lane, and of the undefined vectors inside its own intrinsics. A
+// full mask, as in _mm512_maskz_shuffle_f32x4(0xffff, ...), avoids such a vector and changes no instruction.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
