@@ -29,7 +29,7 @@ test-all:
 test-device:
 	python -m pytest -n auto --maxschedchunk 4 --backends "emulated registers clusters launches" -m emulated tools/cuda_emulator tests
 
-# It needs Debian's packages g++-aarch64-linux-gnu and qemu-user. -O1 halves the time of -O3.
+# It needs Debian's packages g++-aarch64-linux-gnu and qemu-user. Compiling with -O1 takes half as long as with -O3.
 VALUES = csrc/cpu/forward.cpp csrc/cpu/backward.cpp csrc/cpu/channels_first.cpp csrc/cpu/dispatch.cpp tools/aarch64/values.cpp
 VALUES_FLAGS = -std=c++17 -O1 -ffp-contract=off -fno-math-errno -Wno-psabi -DCPU_CAPABILITY=DEFAULT -DWITH_DEFAULT -Itools/aarch64
 
@@ -41,13 +41,13 @@ test-aarch64:
 	qemu-aarch64 build/aarch64/target >build/aarch64/target.txt
 	diff build/aarch64/host.txt build/aarch64/target.txt && wc -l build/aarch64/target.txt
 
-# It needs a package that was built with CUDA, but no GPU.
+# Checks the launches for several GPUs. It needs a package that was built with CUDA, but no GPU.
 launch-audit:
 	python tools/cuda_emulator/launch_audit.py
 
 OUT ?= build/gpu
 GPU_TESTS = python -m pytest --backends cuda
-# Each shape runs other kernels. The last one uses clusters, from compute capability 9.0 on.
+# Each shape runs different kernels. The last one uses clusters, from compute capability 9.0 on.
 PROFILED = 32768x256 16384x4096 128x1048576 2048x65536
 
 $(OUT):
@@ -92,12 +92,13 @@ bench:
 bench-compare:
 	python -m benchmarks compare $(BASE) --device $(DEVICE) --out $(BENCH_OUT)
 
-# It needs the dependency group "docs". Attributes without a docstring are arguments of the constructor.
+# It needs the dependency group "docs". The page omits attributes without a docstring, because the constructor's
+# arguments describe them.
 docs:
 	pdoc layernorm_ext --docformat google --math --no-include-undocumented --output-directory build/docs
 
-# The wheel's version names its torch, as in 0.2.0+torch2.13.cpu. auditwheel comes from the dependency group "wheel". The
-# build is compiled again if a variable named FLAGS changes, so those of make are removed.
+# The wheel's version names its torch, as in 0.2.0+torch2.13.cpu. auditwheel comes from the dependency group "wheel". All
+# is compiled again if a variable *FLAGS* changes (fingerprint() in build_support), so the variables of make are removed.
 WHEELS = build/wheels
 TORCH_LABEL = import torch; cuda = torch.version.cuda; \
 	print("torch" + ".".join(torch.__version__.split(".")[:2]), f"cu{cuda}".replace(".", "") if cuda else "cpu", sep=".")
@@ -114,7 +115,7 @@ wheel:
 		"torch==$$(python -c 'from importlib.metadata import version; print(version("torch"))')"
 	cd $(WHEELS) && fresh/bin/python -m layernorm_ext
 
-# The grep finds actions that are not pinned to a commit, with the version in a comment.
+# The grep finds actions that are not pinned to a commit and followed by the version in a comment.
 lint:
 	ruff check . && ruff format --check . && mypy && actionlint && clang-format --dry-run -Werror $(CPP)
 	! grep -rn 'uses:' .github/workflows | grep -vE '@[0-9a-f]{40} # v[0-9.]+$$'

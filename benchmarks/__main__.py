@@ -10,12 +10,12 @@ import click
 import torch
 
 from . import blocks, compare, norm, plots, report
-from .cases import PAIRS
+from .cases import DTYPE_PAIRS
 from .contenders import CONTENDERS, PASSES, installed
 from .runs import ROOT, Run, describe_machine
 from .timing import Device, first_line, keep_pages
 
-OURS = ("ours", "written", "fused", "by hand", "converted")  # the contenders that are this package
+OURS = ("ours", "written", "fused", "by hand")  # the contenders that are this package
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -26,7 +26,7 @@ def parse_shape(text: str) -> tuple[int, int]:
 
 
 def grid(defaults: dict[str, str], dtypes: list[str], device: str, shapes: tuple) -> list[tuple[int, int, str]]:
-    """Return the cases (rows, columns, dtypes) of all shapes and dtypes; the default shapes depend on the device."""
+    """Return a case (rows, columns, dtypes) for each shape and dtypes; `defaults` has the shapes if none are given."""
     default = defaults.get(device, defaults["cpu"])
     return [(*shape, pair) for shape in shapes or map(parse_shape, default.split()) for pair in dtypes]
 
@@ -46,7 +46,7 @@ def choices(name: str, names: Iterable[str], default: str | Callable, **settings
 
 
 def dtypes(default: str) -> click.Option:
-    return choices("--dtypes", PAIRS, default)
+    return choices("--dtypes", DTYPE_PAIRS, default)
 
 
 def seconds(default: float, per: str = "contender and case") -> click.Option:
@@ -106,14 +106,15 @@ def cli() -> None:
 
 
 def add(name: str, callback: Callable, *parameters: click.Parameter) -> None:
+    """Add a command, which also has the options --device and --out."""
     cli.add_command(click.Command(name, callback=callback, params=[*parameters, DEVICE, OUT], help=callback.__doc__))
 
 
 def add_benchmark(name: str, measure: Callable, cases: Callable, *parameters: click.Parameter) -> None:
     """Add the command of a benchmark, which measures all cases and saves the records after each case.
 
-    `cases` returns the arguments of `measure` for each case. It takes the dtypes if the command has them as an option,
-    and device and shapes if the command takes shapes.
+    `cases` returns the arguments that `measure` gets for each case. Its own arguments are the values of --dtypes, if
+    the command has this option, and then the device and the shapes, if the command takes shapes.
     """
 
     def execute(device: str, out: Path, **settings: object) -> None:
@@ -150,7 +151,7 @@ def run_compare(base: str, shapes: tuple, dtypes: list[str], device: str, second
 
 add_benchmark("kernels", norm.measure_kernels, KERNEL_CASES, SHAPES, dtypes("fp32,bf16"), NAMES, PASS, seconds(0.3))
 add_benchmark("overhead", norm.measure_overhead, product, dtypes("fp32"), NAMES, seconds(0.3))
-add_benchmark("accuracy", norm.measure_accuracy, norm.accuracy_points, dtypes(",".join(PAIRS)), NAMES)
+add_benchmark("accuracy", norm.measure_accuracy, norm.accuracy_points, dtypes(",".join(DTYPE_PAIRS)), NAMES)
 add_benchmark("family", blocks.measure_family, FAMILY_CASES, SHAPES, dtypes("fp32,bf16"), seconds(0.3))
 add_benchmark("compile", blocks.measure_compiled, partial(product, blocks.BLOCKS), dtypes("fp32,bf16"), seconds(0.5))
 add("compare", run_compare, click.Argument(["base"]), SHAPES, dtypes("fp32,bf16"), seconds(0.5, "start and case"))

@@ -13,14 +13,14 @@ import layernorm_ext
 from layernorm_ext import ada_layer_norm, add_ada_layer_norm, add_layer_norm, gated_rms_norm, rms_norm
 from layernorm_ext.fusion import fuse_neighbors
 
-from .cases import EPS, PAIRS
+from .cases import DTYPE_PAIRS, EPS
 from .contenders import bind_functions, compile_for, time_pass
 from .timing import Device
 
 Results = Tensor | tuple[Tensor, ...]
 
 
-# The blocks, with the norms of a library: torch.nn.functional or layernorm_ext.
+# The blocks. `library` has their norms: torch.nn.functional or layernorm_ext.
 
 
 def norm_gelu(library: ModuleType, x: Tensor, weight: Tensor, bias: Tensor) -> Results:
@@ -63,8 +63,8 @@ def add_ada(x: Tensor, residual: Tensor, scale: Tensor, shift: Tensor, gate: Ten
 class Block(NamedTuple):
     """A block, the kinds of its tensors, and this package's function that computes all of it, if there is one.
 
-    The kinds are those of draw(). Scales, shifts and gates of residuals are per sample, as in diffusion transformers;
-    activated gates are slices of a projection, as in state space models.
+    A kind determines the shape (see draw()). Scales, shifts and gates of residuals are per sample, as in diffusion
+    transformers; activated gates are slices of a projection, as in state space models.
     """
 
     kinds: tuple[str, ...]
@@ -113,9 +113,9 @@ FAMILY = {
 
 def draw(kinds: tuple[str, ...], device: Device, dtypes: str, batch: int, rows: int, cols: int) -> list[Tensor]:
     """Return the tensors of a block, and an upstream gradient."""
-    dtype, parameter_dtype = PAIRS[dtypes]
+    dtype, parameter_dtype = DTYPE_PAIRS[dtypes]
     shapes = {"rows": (batch, rows, cols), "slice": (batch, rows, 2 * cols), "sample": (batch, 1, cols), "weight": cols}
-    # The first half of the columns of a slice is used, and all columns of the others.
+    # A slice is the first half of the columns of its tensor; other tensors are used whole.
     tensors = [torch.randn(shapes[kind], device=device.name)[..., :cols] for kind in (*kinds, "rows")]
     return [tensor.to(parameter_dtype if tensor.dim() == 1 else dtype) for tensor in tensors]
 

@@ -1,8 +1,9 @@
 """Compare the speed of a revision of this package, the base, and of the working tree, the head.
 
 Three processes are sampled in turn: the base, the base again, and the head. The difference between the two base
-processes is noise from the clock, the machine and each process's memory layout, so all processes are restarted several
-times. A case is slower or faster if the median ratio base / head exceeds the noise in two measurements.
+processes is noise from the clock, the machine and each process's memory layout. All processes are started several
+times, because the layout changes with each start. A case is slower or faster if the median ratio base / head is further
+from 1 than the noise, in two measurements.
 """
 
 import shutil
@@ -106,9 +107,9 @@ def sample(
 
 
 def judge(starts: list[dict[str, list[float]]]) -> dict:
-    """Return the statistics of one case; each start maps base, again and head to their samples.
+    """Return the statistics of one case; each start maps BASE, AGAIN and HEAD to their samples.
 
-    The noise is the larger of the scatter within processes and the scatter of the processes' medians.
+    The noise is the scatter within processes or, if it is larger, that of the medians of the starts.
     """
     samples_of_all_starts = {name: [t for start in starts for t in start[name]] for name in (BASE, AGAIN, HEAD)}
     found = summarize(samples_of_all_starts, HEAD, (BASE,))

@@ -26,7 +26,7 @@ def like_torch(function: Callable, case: Case) -> Function:
 
 @lru_cache(maxsize=1)
 def compile_for(function: Callable, *shape: int | str) -> Callable:
-    """Return a function compiled for static shapes. `shape` is unused: a new one makes lru_cache compile again."""
+    """Return a function compiled for static shapes. Only lru_cache reads `shape`: a new one is compiled again."""
     torch.compiler.reset()
     # The benchmark runs backward many times on the same graph, so its buffers must not be donated.
     torch._functorch.config.donated_buffer = False
@@ -39,7 +39,7 @@ def transformer_engine(layer_norm: Callable, case: Case) -> Function:
     return partial(layer, case.x)
 
 
-# name -> its package, where its function is, and how to bind the function to the tensors of a case
+# name -> the package, the location of its function, and a function that binds this one to the tensors of a case
 CONTENDERS: dict[str, tuple[str, str, Callable[[Callable, Case], Function]]] = {
     "ours": ("layernorm-ext", "layernorm_ext:layer_norm", like_torch),
     "torch": ("torch", "torch.nn.functional:layer_norm", like_torch),
@@ -113,7 +113,7 @@ class Copy(Calls):
 
     def __init__(self, case: Case):
         forward, backward = case.bytes_moved()
-        source, copied = (torch.ones(forward // 8, device=case.x.device) for _ in range(2))
+        source, copied = (torch.ones(forward // 8, device=case.x.device) for _ in range(2))  # float32: 4 bytes each
         super().__init__(partial(torch.neg, source, out=copied), (), case.dy)
         self.terms = [torch.ones(backward // 12, device=case.x.device) for _ in range(3)]
 
@@ -121,15 +121,16 @@ class Copy(Calls):
         return (torch.add(*self.terms[:2], out=self.terms[2]),)
 
 
-def is_result(quantity: str, pass_name: str) -> bool:
+def is_computed(quantity: str, pass_name: str) -> bool:
+    """Return whether a pass computes a quantity: forward the outputs, backward the gradients."""
     return pass_name == "both" or quantity.startswith("grad_") == (pass_name == "backward")
 
 
 class Contender:
     """A contender's calls for each case (see make_cases()), the errors of its results, and its failures.
 
-    `expected` has the exact outputs, then the exact gradients, whose names begin with "grad_". The results for the
-    first case are compared with them.
+    `expected` has the exact outputs, then the exact gradients, whose names begin with "grad_". The errors are those of
+    the first case.
     """
 
     def __init__(self, name: str, dtype: torch.dtype, bind: Callable[[], list[Calls]], expected: dict[str, Exact]):
@@ -137,7 +138,7 @@ class Contender:
         self.calls: list[Calls] = []
         self.errors: dict[str, float] = {}  # quantity -> error, for the results that exist
         self.failed: dict[str, str] = {}  # pass -> message
-        results, untried = (), PASSES  # the passes that fail if the next call raises an error
+        results, untried = (), PASSES  # untried: the passes that fail if the next call raises an error
         try:
             self.calls = bind()
             results = self.calls[0].forward()
@@ -156,7 +157,7 @@ class Contender:
 
         `failed_later` has the messages of contenders that raised errors while they were timed.
         """
-        known = ((e, quantity) for quantity, e in self.errors.items() if is_result(quantity, pass_name))
+        known = ((e, quantity) for quantity, e in self.errors.items() if is_computed(quantity, pass_name))
         largest, quantity = max(known, default=(None, ""))
         status, message = "ok", ""
         if pass_name in self.failed or self.name in failed_later:
@@ -169,8 +170,7 @@ class Contender:
 def bind_contenders(names: Iterable[str], cases: list[Case]) -> list[Contender]:
     """Bind contenders to the tensors of each case, and compare their results for the first case with float64.
 
-    The cases have one size: a GPU cycles through them, so that kernels do not find tensors in its caches
-    (make_cases()).
+    All cases have the same size: the calls take turns, so that a GPU's kernels do not find tensors in its caches.
     """
 
     def bind(name: str) -> list[Calls]:
@@ -208,7 +208,7 @@ def time_pass(
 ) -> Iterator[dict]:
     """Time a pass, or the function that `select` returns for each contender; yield records that begin with `case`.
 
-    The first contender takes part twice, the second time as AGAIN: the ratio of its times is the noise.
+    The first contender takes part twice, the second time as AGAIN: the ratios of its times show the noise.
     """
     samplers, failed = {}, {}
     for entry in entries:

@@ -9,7 +9,7 @@ from torch import nn
 
 import layernorm_ext
 
-from .cases import EPS, PAIRS, QUANTITIES, Case
+from .cases import DTYPE_PAIRS, EPS, QUANTITIES, Case
 from .contenders import Contender, Copy, bind_contenders, time_pass
 from .timing import Device
 
@@ -17,8 +17,8 @@ COPY = "copy"
 OPERATORS = {"ours": torch.ops.layernorm.forward.default, "torch": torch.ops.aten.native_layer_norm.default}
 MODULES = {"ours": layernorm_ext.LayerNorm, "torch": nn.LayerNorm}
 
-# sweep -> arguments of Case. Offsets are in standard deviations. 4^10 rows test the sums of the weight gradients. The
-# scales reach from float16's smallest subnormal number, 2^-24, to its largest numbers.
+# sweep -> arguments of Case. The standard deviation is 1 unless `scale` says otherwise. 4^10 rows test the sums of the
+# weight gradients. The scales reach from float16's smallest subnormal number, 2^-24, to its largest numbers.
 SWEEPS = {
     "offset": [{"rows": 256, "cols": 1024, "offset": offset} for offset in (0, 1, 10, 1e2, 1e3, 1e4, 1e5, 1e6)],
     "rows": [{"rows": 4**k, "cols": 16} for k in range(11)],
@@ -55,8 +55,8 @@ def measure_overhead(device: Device, dtypes: str, contenders: list[str], seconds
     entries = bind_contenders(contenders, [case])
     # Only torch and this package have an operator and a module with the same arguments.
     native = [entry for entry in entries if entry.name in OPERATORS]
-    # Way of calling, the pass that must work for it, its contenders, and the function to time. The ways of the pass
-    # "both" build an autograd graph.
+    # The name of a way of calling, the pass that must work for it, its contenders, and the function to time. With the
+    # pass "both", calls build an autograd graph.
     ways = (
         ("operator", "forward", native, lambda entry: partial(OPERATORS[entry.name], *arguments)),
         ("function", "forward", entries, lambda entry: entry.calls[0].function),
@@ -73,7 +73,7 @@ def accuracy_points(dtypes: list[str]) -> Iterator[tuple[str, float, str, dict]]
     """Yield sweep, swept value, dtypes and the arguments of Case for all inputs."""
     for sweep, name in product(SWEEPS, dtypes):
         for arguments in SWEEPS[sweep]:
-            if arguments.get("offset", 0) < torch.finfo(PAIRS[name][0]).max:  # the dtype can represent the mean
+            if arguments.get("offset", 0) < torch.finfo(DTYPE_PAIRS[name][0]).max:  # the dtype can represent the mean
                 yield sweep, arguments[sweep], name, arguments
 
 

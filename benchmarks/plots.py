@@ -19,7 +19,7 @@ def save_errors(records: list[dict], path: Path) -> None:
 
 
 def save_speeds(records: list[dict], path: Path) -> None:
-    """Draw the speed of each contender by columns, in graphs if there are any, with a panel for each pass."""
+    """Draw the speed of each contender by columns, in CUDA graphs if there are any, with a panel for each pass."""
     mode = "graph" if any(r["mode"] == "graph" for r in records) else "eager"
     records = [r for r in records if r["mode"] == mode and r["of_copy"] and r["contender"] in COLORS]
     records.sort(key=lambda r: r["cols"])

@@ -45,7 +45,7 @@ LAYOUTS = {
 
 
 def figures(times: dict[str, float], base: str) -> dict[str, float]:
-    """Return the figure of each contender but the base."""
+    """Return the figure (see Layout) of each contender but the base, from the times of a case."""
     others = {name: us for name, us in times.items() if name != base}
     return {name: us / times[base] if base == "ours" else times[base] / us for name, us in others.items()}
 
@@ -75,7 +75,7 @@ def save(lines: list[dict], path: Path, header: list[str]) -> None:
 
 
 def describe(figures: list[float], noise: float) -> str:
-    """Return a figure, or "≈ 1" for a ratio within the noise, or the geometric mean, least and most of several."""
+    """Return one figure, or "≈ 1" if it is within the noise; of several, the geometric mean, the least and the most."""
     if len(figures) > 1:
         return f"{statistics.geometric_mean(figures):.2f} ({min(figures):.2f} to {max(figures):.2f})"
     (figure,) = figures
@@ -93,7 +93,7 @@ def markdown(table: list[list[str]]) -> str:
 
 
 def speeds(path: Path) -> str:
-    """Return the table of a stored run."""
+    """Return the table of a stored run's speeds (see Layout)."""
     cases = load(path)
     line, keys, base = LAYOUTS[path.stem]
     mode = "graph" if "ours graph us" in cases[0] else "eager"
@@ -103,7 +103,7 @@ def speeds(path: Path) -> str:
     for case in cases:
         times = {name.removesuffix(suffix): float(us) for name, us in case.items() if us and name.endswith(suffix)}
         for name, figure in figures(times, base).items():
-            cell = case[line], tuple((case | {"contender": name})[key] for key in keys)
+            cell = case[line], tuple((case | {"contender": name})[key] for key in keys)  # its line and its column
             cells[cell].append(figure)
             noise[cell] = float(case[f"{mode} noise"])
     # Columns of the same dtypes and pass are neighbors, also if a contender is missing in the first line.
@@ -111,8 +111,8 @@ def speeds(path: Path) -> str:
     columns = sorted(dict.fromkeys(column for _, column in cells), key=lambda column: groups.index(column[:-1]))
     table = [[line, *map(" ".join, columns)]]
     for value in dict.fromkeys(value for value, _ in cells):
-        keys_of_cells = ((value, column) for column in columns)
-        table.append([value, *(describe(cells[p], noise[p]) if p in cells else "" for p in keys_of_cells)])
+        line_cells = ((value, column) for column in columns)
+        table.append([value, *(describe(cells[cell], noise[cell]) if cell in cells else "" for cell in line_cells)])
     return markdown(table)
 
 
@@ -132,7 +132,7 @@ TABLES = {ROOT / "docs" / "results.md": speeds, ROOT / "README.md": times}
 
 
 def update(text: str, path: Path, table: Callable[[Path], str]) -> str:
-    """Return a document in which the table of a run, if it has one, is the one of its file."""
+    """Return a document's text with a new table of the stored run `path`, if it has a table of this run."""
     before, marker, after = text.partition(f"<!-- {path.parent.name}/{path.stem} -->\n")
     if not marker:
         return text
@@ -140,7 +140,7 @@ def update(text: str, path: Path, table: Callable[[Path], str]) -> str:
 
 
 def store(run: Path, machine: str) -> None:
-    """Store a RUN, a JSON file, as the one of MACHINE, and update the tables of all stored runs."""
+    """Store the times of RUN, a JSON file, for MACHINE, and update the tables of all stored runs."""
     found = json.loads(run.read_text())
     header = [found["command"], found["started"], *(f"{name} {value}" for name, value in found["machine"].items())]
     save(by_case(found["records"]), RESULTS / machine / f"{found['benchmark']}.csv", header)

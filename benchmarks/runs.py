@@ -59,7 +59,7 @@ class Run:
         lines = [[*keys, "noise", *names]]
         for case, found in cases.items():
             noise = next((f"{r['noise']:.3f}" for r in found.values() if r.get("noise")), "")
-            lines.append([*case, noise, *(figures(found[name]) if name in found else "" for name in names)])
+            lines.append([*case, noise, *(cell(found[name]) if name in found else "" for name in names)])
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join("  ".join(map(str.ljust, line, widths)) for line in lines) + f"\n({CAPTION})"
 
@@ -69,8 +69,8 @@ class Run:
         return [f"{name} {status} ({count} of its cases): {text}" for (name, status, text), count in found.items()]
 
 
-def figures(record: dict) -> str:
-    """Return the figures that a record has, in the order of CAPTION, and the status unless it is ok."""
+def cell(record: dict) -> str:
+    """Return a cell's text: the numbers that a record has, in the order of CAPTION, and the status unless it is ok."""
     parts = []
     if record.get("us"):
         parts.append(f"{record['us']:.4g} µs")
@@ -95,7 +95,7 @@ def output(*command: str) -> str:
 
 
 def describe_allocator() -> str:
-    """Return the settings of the CPU allocator in the environment, beside keep_pages(), which every benchmark calls."""
+    """Return the CPU allocator's settings: "pages kept" by keep_pages(), which every benchmark calls, and variables."""
     names = [name for name in os.environ if name.startswith("MALLOC_") or name in ALLOCATOR_VARIABLES]
     return " ".join(["pages kept", *(f"{name}={os.environ[name]}" for name in names)])
 

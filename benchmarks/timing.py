@@ -30,8 +30,8 @@ def keep_pages() -> None:
 class Device:
     """Measures time on a device, and captures CUDA graphs.
 
-    `rotate` is the number of bytes to cycle through before tensors are used again: four times the L2 cache of a GPU, so
-    that kernels read from memory, and 0 on a CPU.
+    `rotate` is the number of bytes of other tensors to use before the same tensors are used again: four times the L2
+    cache of a GPU, so that kernels read from memory, and 0 on a CPU.
     """
 
     def __init__(self, name: str):
@@ -52,6 +52,7 @@ class Device:
             torch.cuda.set_stream(self.stream)
 
     def seconds(self, run: Callable[[], object]) -> float:
+        """Return the time that the device takes for `run`."""
         if not self.is_cuda:
             return self.host_seconds(run)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -75,6 +76,7 @@ class Device:
             torch.cuda.synchronize()
 
     def captured(self, run: Callable[[], object]) -> Callable[[], object]:
+        """Capture `run` as a CUDA graph; return a function that replays it."""
         run()  # compilation and one-time allocations must precede the capture
         self.wait()
         graph = torch.cuda.CUDAGraph()
@@ -114,8 +116,8 @@ def make_sampler(
     """Return a function that measures the seconds per call; `mode` is "eager", "graph" or "host"."""
     once = repeat_calls(calls, 1, grad)
     once()
-    minimum = MIN_CALLS if device.is_cuda else MIN_SECONDS / device.seconds(once) * len(calls)
-    repeats = max(1, round(minimum / len(calls)))
+    min_calls = MIN_CALLS if device.is_cuda else MIN_SECONDS / device.seconds(once) * len(calls)
+    repeats = max(1, round(min_calls / len(calls)))
     if mode == "graph":
         run = device.captured(repeat_calls(calls, repeats, grad, keep=True))
         with torch.set_grad_enabled(grad):
@@ -131,7 +133,7 @@ def make_sampler(
 def sample_in_rounds(samplers: Mapping[str, Callable[[], float]], budget: float) -> dict[str, list[float]]:
     """Sample all contenders in rounds, each in a new random order, for about `budget` seconds."""
     for sample in samplers.values():
-        sample()
+        sample()  # the first sample may be slower, and is not used
     times = {name: [] for name in samplers}
     names, order = list(samplers), random.Random(0)
     end, rounds = time.perf_counter() + budget, 0
@@ -165,10 +167,10 @@ def first_line(error: BaseException) -> str:
 
 
 def summarize(times: dict[str, list[float]], name: str, against: tuple[str, ...]) -> dict:
-    """Return the statistics of one contender; those without samples are None.
+    """Return the statistics of one contender; a statistic without samples is None.
 
-    `us` is the median time of a call in microseconds. `of_X` is the median of X's time divided by the contender's, so
-    more than 1 is faster than X. `verdict` compares the contender with the first of `against`.
+    `us` is the median time of a call in microseconds. `of_X`, for X in `against`, is the median of X's time divided by
+    the contender's, so more than 1 is faster than X. `verdict` compares the contender with the first of `against`.
     """
     first = next(iter(times), None)
     found = {"us": statistics.median(times[name]) * 1e6 if name in times else None}

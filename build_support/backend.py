@@ -1,8 +1,8 @@
 """A PEP 517 backend: setuptools, plus a rule about torch. It refuses other systems than Linux at its first step.
 
 The extension must be compiled for the torch that it will be loaded into, but pip's isolated build environment hides the
-installed torch, and build-system.requires would download another one. Therefore the build sees a torch that is
-installed in the target environment. Without one, pip installs torch for the build, and the wheel requires the same
+installed torch, and build-system.requires would download another one. Therefore this backend lets the build import the
+torch of the target environment. If there is none, pip installs torch for the build, and the wheel requires the same
 minor version.
 """
 

@@ -19,7 +19,7 @@ import torch
 
 from . import BuildError
 
-ARCHITECTURES = ((8, 0), (9, 0), (10, 0))
+ARCHITECTURES = ((8, 0), (9, 0), (10, 0))  # compute capabilities
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ def find_toolkit() -> Toolkit | None:
 
 
 def _matches_torch(toolkit: Toolkit) -> bool:
-    """Compare major versions, within which CUDA is compatible."""
+    """Return whether the major versions of CUDA are the same; within one, CUDA is compatible."""
     return _major(toolkit.version) == _major(torch.version.cuda)
 
 
@@ -105,7 +105,7 @@ def _major(version: str) -> str:
 
 
 def _likely_homes() -> Iterator[Path]:
-    """Yield folders that may contain a toolkit, including the one behind an nvcc that is only a wrapper."""
+    """Yield folders that may contain a toolkit, including the one whose nvcc a wrapper on PATH calls."""
     nvcc = shutil.which("nvcc")
     if nvcc:
         yield Path(nvcc).parent.parent

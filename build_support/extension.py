@@ -66,12 +66,12 @@ def is_debug() -> bool:
 
 
 def link_flags() -> list[str]:
-    """Return the flags of the module. Only debug builds keep the names of local functions, a tenth of the module."""
+    """Return the linker's flags. Only debug builds keep the names of local functions, a tenth of the module's size."""
     return ["-fopenmp"] if is_debug() else ["-fopenmp", "-Wl,--discard-all"]
 
 
 def compile_flags(toolkit: cuda.Toolkit | None = None) -> dict[str, list[str]]:
-    """Return the flags of all sources; torch adds the -std that its headers need."""
+    """Return the compiler's flags for all sources; torch adds the -std that its headers need."""
     if is_debug():
         host, device = ["-O0", "-g", "-UNDEBUG", "-D_GLIBCXX_ASSERTIONS"], ["-O0", "-g", "-G"]
     else:
@@ -88,10 +88,10 @@ def compile_flags(toolkit: cuda.Toolkit | None = None) -> dict[str, list[str]]:
 
 
 class BuildPython(build_py):
-    """Copies the Python modules into the folder of the last build, from which pip installs all files."""
+    """Copies the Python modules into build_lib, the folder of all builds, from which pip installs all files."""
 
     def run(self):
-        """Remove the old copies first, because some of the modules may have been deleted."""
+        """Remove the copies of the last build first, because some of the modules may have been deleted since."""
         shutil.rmtree(Path(self.build_lib) / "layernorm_ext", ignore_errors=True)
         super().run()
 
@@ -125,8 +125,8 @@ class BuildExtension(cpp_extension.BuildExtension):
     def build_extension(self, ext):
         """Compile all sources in one ninja file, or reuse the module of the last build if the fingerprint is the same.
 
-        ninja would compile everything again, because the folder of torch changes: a first `pip install .` installs
-        torch into pip's isolated build environment, and a second one finds it in the target environment.
+        Without this, ninja would compile everything again when the folder of torch changes: a first `pip install .`
+        installs torch into pip's isolated build environment, and a second one finds it in the target environment.
         """
         library = Path(self.get_ext_fullpath(ext.name))
         last_build = Path(self.build_temp) / f"{fingerprint(ext.plan)}{library.suffix}"
@@ -155,16 +155,16 @@ def cpu_capabilities() -> dict[str, list[str]]:
 
 
 def _write_kernel_sources(folder: Path) -> dict[str, list[str]]:
-    """Write a source that includes a kernel source, for each of these and CPU capability; return the flags of each."""
+    """Write a source for each CPU capability and kernel source, which it includes; return the flags of each."""
     flags = {}
     for capability, options in cpu_capabilities().items():
         for source in map(Path, KERNEL_SOURCES):
             written = folder / "kernels" / capability / source.name
             text = f'#define CPU_CAPABILITY {capability}\n#include "{source.resolve()}"\n'
-            if not written.exists() or written.read_text() != text:  # ninja compiles new files again
+            if not written.exists() or written.read_text() != text:  # ninja compiles files again that have a new time
                 written.parent.mkdir(parents=True, exist_ok=True)
                 written.write_text(text)
-            # Images on CPUs without AVX2 get small code: 0.2 MB less.
+            # The kernels for images on CPUs without AVX2 are optimized for size: 0.2 MB less.
             size = ["-Os"] if IS_X86 and capability == "DEFAULT" and source.stem == "channels_first" else []
             flags[str(written)] = [*KERNEL_FLAGS, *options, *size]
     return flags
@@ -191,7 +191,7 @@ def _flags_of_sources(flags: dict[str, list[str]]) -> Iterator[None]:
         write_ninja_file(path, **arguments)
         lines = Path(path).read_text().splitlines()
         statements = [line for line in lines if line.startswith("build ")]
-        # CUDA kernels, then CPU kernels, then what includes torch
+        # CUDA kernels, then CPU kernels, then the sources that include torch
         statements.sort(key=lambda line: (not line.endswith(".cu"), source(line) not in flags))
         others = [line for line in lines if not line.startswith("build ")]
         Path(path).write_text("\n".join([*others, *map(with_flags, statements), ""]))

@@ -9,7 +9,7 @@ MEMORY_PER_JOB = 2 * 1024**3  # bytes; the largest compilation takes 1.2 GiB
 
 
 def max_jobs(root: Path = Path("/")) -> int:
-    """Return the number of cores, or fewer if the memory is less than MEMORY_PER_JOB for each; ninja would add two."""
+    """Return the number of cores (ninja would add two), or fewer if each would have less than MEMORY_PER_JOB."""
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for group in _control_groups(root):
@@ -25,7 +25,8 @@ def max_jobs(root: Path = Path("/")) -> int:
 def _control_groups(root: Path) -> Iterator[Path]:
     """Yield the folders of this process's control groups and of their ancestors, whose limits hold as well.
 
-    In a container, the path may be that on the host, which does not exist there: then the root folder has the limits.
+    In a container, the path of a group may be the one on the host. It does not exist in the container, whose limits are
+    then in the root folder.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

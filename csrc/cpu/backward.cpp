@@ -38,9 +38,9 @@ void prefetch_row_for_write(T* row, int64_t cols) {
   }
 }
 
-// The partial sums of a segment, for some columns. A sum is that of up to kSumRows rows, see BackwardPolicy::sum_end().
-// The first sum goes to a buffer. Each sum that follows goes to the second buffer and is then added to the first; a
-// segment of one sum has no second buffer.
+// The partial sums of a segment, for some columns: the total of its subtotals, which have up to kSubtotalRows rows
+// each. The first subtotal is computed in a buffer. Each later one is computed in the second buffer and then added to
+// the first; a segment of one subtotal has no second buffer.
 template <class Call>
 class SegmentSums {
  public:
@@ -51,16 +51,16 @@ class SegmentSums {
         total_(call, buffer, columns),
         second_(call, call.policy.second_buffers ? call.policy.buffers + second_buffer : buffer, columns) {}
 
-  // Adds rows to the current sum, and stores their dx.
+  // Adds rows to the current subtotal, and stores their dx.
   void add(const Rows& rows, const Coefficients<Acc>& c, bool any_rescaled) {
-    ColumnSums<Acc>& sum = is_first_ ? total_ : second_;
-    compute_gradients_(call_, sum, rows, c, any_rescaled);
-    if (call_.has_input_scale_gradients) input_scale_loop(call_, sum, rows);
-    sum.are_unset = false;
+    ColumnSums<Acc>& subtotal = is_first_ ? total_ : second_;
+    compute_gradients_(call_, subtotal, rows, c, any_rescaled);
+    if (call_.has_input_scale_gradients) input_scale_loop(call_, subtotal, rows);
+    subtotal.are_unset = false;
   }
 
-  // Ends the current sum, to which at least one row has been added. Rows that follow are added to the next sum.
-  void end_sum() {
+  // Ends the current subtotal, to which at least one row has been added. Later rows belong to the next subtotal.
+  void end_subtotal() {
     if (!is_first_) {
       add_second(total_.dweight, second_.dweight);
       add_second(total_.dbias, second_.dbias);
@@ -70,7 +70,7 @@ class SegmentSums {
     second_.are_unset = true;
   }
 
-  // Stores the total of all sums as the gradients of a sample.
+  // Stores the total of all subtotals as the gradients of a sample.
   void store_gradients(int64_t sample) const {
     const auto store = [&](const Acc* sums, const View& gradient) {
       if (!gradient.data) return;
@@ -93,21 +93,21 @@ class SegmentSums {
   const Call& call_;
   const ComputeGradients<Call> compute_gradients_ = choose_gradients(call_);
   ColumnSums<Acc> total_, second_;
-  bool is_first_ = true;  // whether the next rows belong to the first sum of the segment
+  bool is_first_ = true;  // whether the next rows belong to the first subtotal of the segment
 };
 
 // Calls f(Rows) for the rows of a segment, at most a batch of rows of one sample at a time. f adds them to `sums`;
-// end_sum() follows where BackwardPolicy::sum_end() says.
+// end_subtotal() follows at each BackwardPolicy::subtotal_end().
 template <class Call, class F>
 void for_batches_of_segment(const Call& call, int64_t segment, SegmentSums<Call>& sums, const F& f) {
   const int64_t batch = call.policy.batch_rows, end = call.segments.end(segment);
   for (int64_t row = call.segments.begin(segment); row < end;) {
-    const int64_t sum_end = call.policy.sum_end(row, end);
-    for_each_sample(call.p.rows, row, sum_end, [&](const Rows& rows) {
+    const int64_t subtotal_end = call.policy.subtotal_end(row, end);
+    for_each_sample(call.p.rows, row, subtotal_end, [&](const Rows& rows) {
       for (int64_t k = 0; k < rows.count; k += batch) f(rows.part(k, min(batch, rows.count - k)));
     });
-    sums.end_sum();
-    row = sum_end;
+    sums.end_subtotal();
+    row = subtotal_end;
   }
   if (call.policy.streams) streaming_fence();
 }
@@ -157,13 +157,13 @@ void backward_sharing_columns(const Call& call) {
         for (int64_t k = 0; k < rows.count; ++k) any_rescaled |= has_row_scale(call, c, k);
         sums.add(rows, c, any_rescaled);
       });
-      if (call.segments.are_gradients) sums.store_gradients(/*sample=*/segment);
+      if (call.segments.sums_are_gradients) sums.store_gradients(/*sample=*/segment);
     }
   });
 }
 
-// Handles all rows. The threads share the columns, take segments that are samples and store their gradients at once, or
-// take segments whose partial sums are added at the end.
+// Handles all rows. The threads share the columns, or take segments, whose sums are stored at once if they are the
+// gradients of a sample, and otherwise added at the end.
 template <class Call>
 void backward_of_rows(const Call& call) {
   const BackwardParams& p = call.p;
@@ -171,7 +171,7 @@ void backward_of_rows(const Call& call) {
   const Segments& segments = call.segments;
   if (policy.shares_columns) {
     backward_sharing_columns(call);
-  } else if (segments.are_gradients) {
+  } else if (segments.sums_are_gradients) {
     parallel_for(policy.buffers, 1, [&](int64_t buffer, int64_t end) {
       for (; buffer < end; ++buffer) {
         for (int64_t segment = buffer * segments.count / policy.buffers;
@@ -185,11 +185,11 @@ void backward_of_rows(const Call& call) {
       for (int64_t segment = first; segment < end; ++segment) {
         // Another core may have read these partial sums in the last call, so that stores would wait for its cache.
         if (ParameterGradients(p).any()) prefetch_row_for_write(call.buffer(segment), call.pitch);
-        backward_segment(call, segment, segment, first);
+        backward_segment(call, segment, segment, /*second_buffer=*/first);  // one for each thread
       }
     });
   }
-  if (!segments.are_gradients) {
+  if (!segments.sums_are_gradients) {
     store_parameter_gradients<typename Call::X, typename Call::W>(p, call.partials, segments.count);
   }
 }
@@ -204,7 +204,7 @@ class GatedTask {
   GatedTask(const BackwardParams& p, const GatedLoops<Coefficients<Acc>>& loops, const GatedPolicy& gated_policy,
             const BackwardPolicy& policy, Acc* partials, Acc* scratch)
       : p_(p), loops_(loops), norm_(p), call_(norm_, policy, partials) {
-    // A batch has scratch rows for what load_gated_batch() computes, or converts to Acc, the type of the parameters.
+    // A batch has scratch rows for the arrays that load_gated_batch() computes, or converts to Acc.
     const bool converts = p.dtype != p.param_dtype;
     const auto rows = [&](int64_t array) {
       return View{scratch + array * gated_policy.array_elements, 0, gated_policy.pitch, 1};
@@ -269,18 +269,18 @@ void gated_backward(const BackwardParams& p, const GatedLoops<Coefficients<Acc>>
   const Segments& segments = norm_policy.segments;
   const GatedPolicy policy(p, segments.count, norm_policy.batch_rows, kGatedArrays);
   const int64_t buffers = norm_policy.buffers + norm_policy.second_buffers;
-  const int64_t sums = ParameterGradients(p).count * buffers * padded_cols(p);
+  const int64_t sum_elements = ParameterGradients(p).count * buffers * padded_cols(p);
   Acc* const partials =
-      static_cast<Acc*>(p.allocator->allocate((sums + policy.elements) * static_cast<int64_t>(sizeof(Acc))));
+      static_cast<Acc*>(p.allocator->allocate((sum_elements + policy.elements) * static_cast<int64_t>(sizeof(Acc))));
   parallel_for(policy.tasks, 1, [&](int64_t task, int64_t end) {
-    GatedTask<Acc> norm(p, loops, policy, norm_policy, partials, partials + sums + task * policy.task_elements);
+    GatedTask<Acc> norm(p, loops, policy, norm_policy, partials, partials + sum_elements + task * policy.task_elements);
     for (int64_t segment = task * segments.count / policy.tasks; segment < end * segments.count / policy.tasks;
          ++segment) {
-      const auto partial_sums = norm.backward_segment(segment, segments.are_gradients ? task : segment, task);
-      if (segments.are_gradients) partial_sums.store_gradients(/*sample=*/segment);
+      const auto partial_sums = norm.backward_segment(segment, segments.sums_are_gradients ? task : segment, task);
+      if (segments.sums_are_gradients) partial_sums.store_gradients(/*sample=*/segment);
     }
   });
-  if (!segments.are_gradients) store_parameter_gradients<Acc, Acc>(p, partials, segments.count);
+  if (!segments.sums_are_gradients) store_parameter_gradients<Acc, Acc>(p, partials, segments.count);
 }
 
 }  // namespace
@@ -296,11 +296,11 @@ void backward(const BackwardParams& p) {
       return gated_backward<Acc>(p, choose_gated_loops<T, Coefficients<Acc>>(p));
     }
     const BackwardPolicy policy(p, ArraySize(p, sizeof(X)));
-    // The partial sums and, if the threads share the columns, the coefficients of all rows.
-    const int64_t sums = ParameterGradients(p).count * (policy.buffers + policy.second_buffers);
+    // The workspace has the partial sums and, if the threads share the columns, the coefficients of all rows.
+    const int64_t arrays = ParameterGradients(p).count * (policy.buffers + policy.second_buffers);
     const int64_t coefficients = policy.shares_columns ? kCoefficients * p.samples * p.rows : 0;
-    const int64_t elements = sums * padded_cols(p) + coefficients;
-    alignas(kVectorBytes) Acc stack[2 * 3 * kMaxStackCols];  // two buffers
+    const int64_t elements = arrays * padded_cols(p) + coefficients;
+    alignas(kVectorBytes) Acc stack[2 * 3 * kMaxStackCols];  // two buffers, each for the gradients of 3 parameters
     void* const workspace =
         policy.uses_stack ? stack : p.allocator->allocate(elements * static_cast<int64_t>(sizeof(Acc)));
     backward_of_rows(BackwardCall<T, X, W>(p, policy, static_cast<Acc*>(workspace)));

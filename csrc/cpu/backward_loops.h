@@ -57,7 +57,7 @@ struct BackwardCall {
   // rstd.
   Acc row_scale(Acc mean, Acc rstd) const {
     if (p.memory_efficient) return rstd;
-    // Numbers around so large a mean are too far apart for a product to underflow; the rescaled mean might overflow.
+    // Numbers near so large a mean are too far apart for a product to underflow, but the rescaled mean might overflow.
     if (rstd > 1 && std::fabs(mean) > Acc(0x1p20)) return 1;
     return std::ldexp(Acc(1), std::ilogb(std::fmax(rstd, std::numeric_limits<Acc>::min())));
   }
@@ -72,12 +72,12 @@ struct BackwardCall {
   const int64_t pitch = ParameterGradients(p).count * padded_cols;  // elements from buffer to buffer
   const Acc weight_offset = p.zero_centered_weight;
   const bool has_input_scale_gradients = cpu::has_input_scale_gradients(p);
-  Acc* const partials;  // [buffers + second_buffers, ParameterGradients::count, padded_cols], packs in the order of X
+  Acc* const partials;  // [buffers + second_buffers, ParameterGradients::count, padded_cols], packs in lane order
   const Coefficients<Acc> coefficients = {buffer(policy.buffers + policy.second_buffers),
                                           p.samples * p.rows};  // of all rows
 };
 
-// d of Coefficients, for the pack from column j of the row x on. `weight` and `bias` are those of the row's sample.
+// d (see Coefficients) for the pack of the row x that begins at column j. `weight` and `bias` are those of its sample.
 template <bool rescaled, class Call, class Mean, class Lanes>
 Pack<typename Call::Acc> deviation(const Call& call, const typename Call::X* x, typename Call::Acc row_scale,
                                    const Mean& scaled_mean, const typename Call::W* weight,
@@ -131,18 +131,18 @@ void sums_loop(const Call& call, RowIndex first, const Coefficients<typename Cal
   const auto scaled_rstd = to_doubles(rstd);
   const auto sums = Threads::template sum<Sums<kCount, kKinds>>(call.chunks, [&](Columns columns) {
     Accumulators<Acc, kCount, with_g ? kKinds : 1, kPacks> s;
-    for_each_pack<Acc, kPacks>(columns, [&](int pack, int64_t j, auto lanes) {
+    for_each_pack<Acc, kPacks>(columns, [&](int turn, int64_t j, auto lanes) {
       Pack<Acc> w;
       if (with_g) w = load_weight<X>(weight, weight_offset, j, lanes);
 #pragma GCC unroll 4
       for (int k = 0; k < kCount; ++k) {
         const auto d = zero_outside<kEvenOdd<X>>(
             deviation<rescaled>(call, x + k * x_stride, row_scale, scaled_mean[k], weight, bias, j, lanes), lanes);
-        s.values[kD][k][pack] = s.values[kD][k][pack] + d;
+        s.values[kD][k][turn] = s.values[kD][k][turn] + d;
         if constexpr (with_g) {
           const auto v = load<X>(dy + k * dy_stride + j, lanes);
-          s.values[kG][k][pack] = multiply_add<T, W>(v, w, s.values[kG][k][pack]);
-          s.values[kGD][k][pack] = fma(v * w, d, s.values[kGD][k][pack]);
+          s.values[kG][k][turn] = multiply_add<T, W>(v, w, s.values[kG][k][turn]);
+          s.values[kGD][k][turn] = fma(v * w, d, s.values[kGD][k][turn]);
         }
       }
     });
@@ -211,8 +211,8 @@ bool compute_coefficients(const Call& call, const Rows& rows, const Coefficients
   return rescaled;
 }
 
-// The partial sums of some columns, to which the loops add rows. Each is an array over all columns, or null. The loop
-// for dbias computes dweight, too.
+// The partial sums of some columns, to which the loops add rows: each is an array over all columns, or null. The loop
+// that computes dbias also computes dweight, so a call for dbias alone has an array for dweight, too.
 template <class Acc>
 struct ColumnSums {
   template <class Call>
@@ -234,7 +234,7 @@ void prefetch_packs(const T* p) {
   for (int i = 0; i < kBytes; i += kCacheLineBytes) __builtin_prefetch(reinterpret_cast<const char*>(p) + i);
 }
 
-// The variants of a gradients loop. They are template parameters, because tests in the loop would slow it down.
+// The variants of the gradients loop. They are template parameters, because tests in the loop would slow it down.
 template <bool with_dx, bool streaming, bool with_dweight, bool with_dbias>
 struct PlainGradients {
   static constexpr bool kDx = with_dx, kDweight = with_dweight, kDbias = with_dbias;  // the gradients to compute
@@ -359,8 +359,8 @@ void gradients_loop_by_rows(const Call& call, const ColumnSums<typename Call::Ac
   RowCoefficients<Acc> coefficients[kCount];
   for (int k = 0; k < kCount; ++k) coefficients[k].load(c, k);
 
-  // The next kCount rows are prefetched one after the other, because GCC has no registers for a pointer to each. At
-  // column row_end, the pointers go on to another row.
+  // While these rows are handled, the next kCount rows are prefetched one after the other, because GCC has no registers
+  // for a pointer to each. At column row_end, the pointers go on to another row.
   const int64_t x_stride = operands.x_stride, dy_stride = operands.dy_stride, prefetched = call.policy.rows_ahead;
   const int64_t n = sums.columns.count;
   const bool adjacent = x_stride == n && dy_stride == n;
@@ -439,11 +439,11 @@ bool has_row_scale(const Call& call, const Coefficients<typename Call::Acc>& c, 
   return call.p.memory_efficient || c.row_scale()[row] != 1;
 }
 
-// Stores dx of rows, and adds them to the partial sums of dweight and dbias, for the columns of `sums`.
+// Stores dx of rows, and adds the rows to the partial sums of dweight and dbias, for the columns of `sums`.
 template <class Gradients, class Call>
 void compute_gradients(const Call& call, ColumnSums<typename Call::Acc> sums, const Rows& rows,
                        const Coefficients<typename Call::Acc>& c, bool any_rescaled) {
-  // For the usual gradients only, because each copy of the loop enlarges the library.
+  // Only the usual gradients have this loop, because each copy of it enlarges the library.
   if constexpr (kHasColumnLoop && Call::kTogether && Gradients::kDx && Gradients::kDweight) {
     if (call.policy.by_columns && !any_rescaled) return gradients_loop_by_columns<Gradients>(call, sums, rows, c);
   }
@@ -469,15 +469,15 @@ template <class Call>
 using ComputeGradients = void (*)(const Call& call, ColumnSums<typename Call::Acc> sums, const Rows& rows,
                                   const Coefficients<typename Call::Acc>& c, bool any_rescaled);
 
-// Returns the compute_gradients() for the gradients that the call needs. A segment chooses once, because a choice for
-// every batch of rows would slow down short rows.
+// Returns the compute_gradients() for the gradients that the call needs. Each segment calls this once, because a choice
+// for every batch of rows would slow down short rows.
 template <class Call>
 ComputeGradients<Call> choose_gradients(const Call& call) {
   ComputeGradients<Call> chosen = nullptr;
   dispatch_flags(
       [&](auto with_dx, auto streaming, auto with_dweight, auto with_dbias) {
         constexpr bool kStreaming = with_dx && streaming && kHasStreamingStores;
-        constexpr bool kWithDweight = with_dweight || with_dbias;  // dbias alone is rare, and has no loop of its own
+        constexpr bool kWithDweight = with_dweight || with_dbias;  // dbias alone is rare and has no loop of its own
         chosen = compute_gradients<PlainGradients<with_dx, kStreaming, kWithDweight, with_dbias>, Call>;
       },
       call.p.grad_input.data != nullptr, call.policy.streams, call.p.grad_weight.data != nullptr,

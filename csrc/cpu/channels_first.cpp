@@ -6,9 +6,9 @@
 // gradients), a few channels at a time, each along its pixels, which is the fastest way to read the memory. The tile
 // stays in the second-level cache, so memory traffic is the same as for rows.
 //
-// Order of summation over channels: the channels of a chunk in order, in Acc, then the chunks in order, in double. It
-// depends only on the number of channels. Order of summation of weight gradients: the packs of a tile, then their
-// lanes, the tiles of a segment, and the segments in order and in double.
+// Sums over channels: the channels of a chunk are added in order, in Acc, then the chunks in order, in double. This
+// order depends only on the number of channels. Weight gradients: the packs of a tile are added, then their lanes, then
+// the tiles of a segment, and then the segments in order and in double.
 //
 // Precision is that of rows. In forward the average of the first chunk of channels estimates a pixel's mean; a tile
 // with a pixel whose estimate is too far off is read again. Backward corrects xhat by its average.
@@ -37,7 +37,7 @@ struct Tile {
   T* channel(int64_t c) const { return data + c * stride; }
 };
 
-// The position of a tile among the images, and of the tile that follows.
+// The positions of a tile and of the following tile in the images.
 struct TilePosition {
   TilePosition(const Params& p, const PixelTiles& tiles, int64_t tile)
       : image(tile / tiles.per_image),
@@ -67,8 +67,8 @@ void for_each_chunk(int64_t channels, const F& f) {
   for (int64_t c = 0; c < channels; c += kChannelChunk) f(c, min(kChannelChunk, channels - c));
 }
 
-// The parameters of channels c to c + n - 1, widened to Acc, plus `offset` (1 for a zero-centered weight); all of them
-// `fallback` if there is no such parameter.
+// The weight or the bias of channels c to c + n - 1, widened to Acc, plus `offset` (1 for a zero-centered weight); all
+// are `fallback` if the parameter is absent.
 template <class T>
 struct ChunkParameters {
   using Acc = AccOf<T>;
@@ -84,7 +84,7 @@ struct ChunkParameters {
     });
   }
   Acc operator[](int64_t k) const { return values[k]; }
-  Acc values[kChannelChunk + kMaxPackSize];
+  Acc values[kChannelChunk + kMaxPackSize];  // stores of whole packs may exceed the n values
 };
 
 // Sums over chunks, in double. If Acc is double, too, compensated summation keeps the rounding errors (Knuth, The Art
@@ -252,7 +252,7 @@ void forward_tile(const ForwardParams& p, const TilePosition& position) {
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// The coefficients of each pixel for the gradients loop; see Coefficients in backward_loops.h. mean_g has no minus
+// The coefficients of each pixel for the gradients loop; see Coefficients in backward_loops.h. mean_g is not negated
 // here.
 template <class Acc>
 struct PixelCoefficients {
@@ -344,8 +344,8 @@ void sums_loop(const GradientTile& tile, PixelCoefficients<typename GradientTile
   }
 }
 
-// Stores dx of a tile, and adds the tile to the segment's partial sums of dweight and dbias, in which the first tile
-// finds no numbers yet.
+// Stores dx of a tile, and adds the tile to the segment's partial sums of dweight and dbias, which the first tile
+// initializes.
 template <bool rescaled, bool with_dx, bool with_dweight, bool with_dbias, class GradientTile>
 void gradients_loop(const GradientTile& tile, const PixelCoefficients<typename GradientTile::Acc>& coefficients,
                     bool is_first_tile, typename GradientTile::Acc* dweight, typename GradientTile::Acc* dbias) {

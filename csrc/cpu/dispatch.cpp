@@ -13,8 +13,8 @@ struct Kernels {
   void (*backward)(const BackwardParams&);
 };
 
-// The kernels follow torch's choice of an instruction set, so that ATEN_CPU_CAPABILITY=default|avx2 applies to them,
-// too. A build has all capabilities or one; the package is not imported on a machine that has another
+// The kernels follow torch's choice of an instruction set (CPU capability), so that ATEN_CPU_CAPABILITY=default|avx2
+// applies to them, too. A build has all capabilities or one; with another one, importing the package fails
 // (_compatibility.py).
 Kernels choose() {
 #if defined(WITH_AVX512)

@@ -12,11 +12,11 @@
 // 2^-24 * (|xhat| + 1), and mean(d^2) <= 2 * var, so the relative error of var is at most twice that of a sum of
 // squares.
 //
-// Otherwise the row is read again with c + mean(d) as the center. c is the average of m of the row's elements, so that
-// |c - mean| <= sqrt(cols / m) standard deviations. Each d is rounded by 2^-24 of itself, so that the second center is
-// off by 2^-24 * sqrt(cols / m) deviations, and by its own rounding to Acc (up to 0.03 for values near 1e6), which
-// mean(d) corrects again. The output is within a few roundings of the exact result at any offset, and a constant row
-// gives exactly the bias.
+// Otherwise the row is read again with c + mean(d) as the second c. The first c is the average of m elements, so that
+// |c - mean| <= sqrt(cols / m) standard deviations. Each d is rounded by 2^-24 of itself, so that the second c is off
+// by 2^-24 * sqrt(cols / m) standard deviations, and by its own rounding to Acc (up to 0.03 for values near 1e6). The
+// second mean(d) corrects both. The output is within a few roundings of the exact result at any offset, and a constant
+// row gives exactly the bias.
 //
 // Sources: Ba et al. 2016, arXiv:1607.06450. Zhang and Sennrich 2019, arXiv:1910.07467.
 #include <cmath>
@@ -90,15 +90,15 @@ Statistics<AccOf<X>, kCount> statistics_around(const ForwardParams& p, const X* 
   enum { kDifferences, kSquares, kKinds };
   const auto sums = Threads::template sum<Sums<kCount, kKinds>>(chunks, [&](Columns columns) {
     Accumulators<Acc, kCount, kKinds, kPacks> s;
-    for_each_pack<Acc, kPacks>(columns, [&](int pack, int64_t j, auto lanes) {
+    for_each_pack<Acc, kPacks>(columns, [&](int turn, int64_t j, auto lanes) {
 #pragma GCC unroll 4
       for (int r = 0; r < kCount; ++r) {
         const auto d =
             zero_outside<kEvenOdd<X>>(load_row<X, rescaled>(x + r * stride + j, row_scale, lanes) - centers[r], lanes);
         if constexpr (!std::is_null_pointer_v<Differences>)
           write(differences + j * kCount + r * kPackSize<Acc>, d, AllLanes{});
-        s.values[kDifferences][r][pack] = s.values[kDifferences][r][pack] + d;
-        s.values[kSquares][r][pack] = fma(d, d, s.values[kSquares][r][pack]);
+        s.values[kDifferences][r][turn] = s.values[kDifferences][r][turn] + d;
+        s.values[kSquares][r][turn] = fma(d, d, s.values[kSquares][r][turn]);
       }
     });
     return s.total();
@@ -117,13 +117,14 @@ Statistics<AccOf<X>, kCount> statistics_around(const ForwardParams& p, const X* 
   bool in_range = all(variance < kInfinity);
   // With a larger eps, squares that underflow change no digit of rstd.
   if (p.eps < kSmallestVariance<Acc>) in_range &= all(variance > kSmallestVariance<Acc>);
-  // Whether the center is more than a standard deviation off. In a rescaled row, overflow and underflow count as far.
+  // Whether the center is more than a standard deviation off. In a rescaled row, overflow and underflow count as far
+  // off.
   auto is_far = correction * correction > variance;
   if constexpr (rescaled) is_far = ~((correction * correction < variance) & (variance < kInfinity));
   const auto rounded = [](const Doubles& v) { return __builtin_convertvector(v, PerRow<Acc, kCount>); };
   Statistics<Acc, kCount> stats = {center, rounded(correction), rounded(rstd), in_range, differences};
   if (all(~is_far) || !center_is_estimate) return stats;
-  stats.differences = nullptr;  // those of a row that is read again are from its first center
+  stats.differences = nullptr;  // the kept differences of a row that is read again are from its first center
   for (int r = 0; r < kCount; ++r) {
     if (!is_far[r]) continue;
     const PerRow<Acc, 1> mean = {static_cast<Acc>(center[r] + correction[r])};
@@ -262,7 +263,7 @@ template <class Threads, int kCount, int kPacks, class T, class X, class W>
 void store_rows(const ForwardParams& p, const ForwardPolicy& policy, RowIndex first, const View& values,
                 const Chunks& chunks, const Statistics<AccOf<X>, kCount>& stats) {
   using Acc = AccOf<X>;
-  // Variants that no row of these types has are not compiled.
+  // A variant that these types or this number of packs never need is not compiled: another one takes its place.
   constexpr bool kMayStream = kHasStreamingStores && kPacks == kWidePacks;
   constexpr bool kMayBeGated = std::is_same_v<T, X> && std::is_same_v<W, Acc>;
   constexpr bool kMayKeep = kMayKeepDifferences<kPacks, T, X>;
@@ -277,7 +278,7 @@ void store_rows(const ForwardParams& p, const ForwardPolicy& policy, RowIndex fi
   const bool streams = kMayStream && policy.streams;
   const Prefetch& prefetch = kCount > 1 ? policy.prefetch_together : policy.prefetch_single;
   const Prefetch& single = policy.prefetch_single;
-  // The statistics loop has already read the kCount rows, so prefetches of single rows begin behind them.
+  // The statistics loop has already read the kCount rows, so prefetches for single rows begin after them.
   const Prefetch row_prefetch = {single.rows_ahead ? max(single.rows_ahead, kCount) : 0, single.output};
   // Stores the output of a row that is gated or rescaled.
   const auto store_row = [&](RowIndex row, const Statistics<Acc, 1>& row_stats, Acc row_scale) {
@@ -346,7 +347,7 @@ void forward_rows(const ForwardParams& p, const ForwardPolicy& policy, RowIndex 
   Statistics<Acc, kCount> stats[kBatch / kCount];
   for (int k = 0; k < kBatch; k += kCount) {
     if (p.residual.data) {
-      // A NaN of an operand of another type than the sum may have lower bits that only the slower narrow() handles.
+      // The NaN of an operand of another type than the sum may need the slower narrow(), see store().
       constexpr bool kDiffers = !std::is_same_v<T, X>, kInputScaleDiffers = kDiffers || !std::is_same_v<T, W>;
       const auto add = [&](auto count, RowIndex row) {
         p.input_scale.data ? add_residual<Threads, count, kInputScaleDiffers, T, X, W>(p, row, chunks)
@@ -417,8 +418,8 @@ void gate_rows(const ForwardParams& p, const Rows& rows, const View& products, c
   }
 }
 
-// Forward of a norm whose gate is first: the plain norm of the products. A task computes the products of a batch of
-// rows in its scratch rows.
+// Forward of a norm whose gate is first: the plain norm of the products. A task stores the products of a batch of rows
+// in its scratch rows (policy.h).
 template <class T>
 void gate_first_forward(const ForwardParams& p) {
   using Acc = AccOf<T>;

@@ -6,8 +6,8 @@
 //   gate first: y is the plain norm of u = x * f(z)
 //     dx = du * f(z)     dz = du * x * f'(z)      du is the dx of the plain norm
 //
-// The first loop of backward computes f(z) and f'(z), and stores dy * f'(z) or x * f'(z), so that the last loop, which
-// has n or du, need not compute them again.
+// The first loop of backward computes f(z) and f'(z), and stores the factor dy * f'(z) or x * f'(z) of dz. The last
+// loop multiplies this factor by n or du, and need not compute f'(z) again.
 #pragma once
 
 #include "loops.h"
@@ -31,7 +31,7 @@ struct Logistic {
   }
 };
 
-// Without the attribute, GCC calls the function for each pack.
+// f(z). Without the attribute, GCC calls the function for each pack.
 template <class Acc>
 [[gnu::always_inline]] inline Pack<Acc> activate(const Pack<Acc>& z, Activation activation) {
   const Logistic<Acc> logistic(z);
@@ -54,7 +54,7 @@ struct WithDerivative {
   Pack<Acc> value, derivative;
 };
 
-// A view of one sample, whose first row is that of the array with an index.
+// The rows of an array from `first` on, as a view of one sample.
 template <class Element>
 View rows_from(const View& array, RowIndex first) {
   return {row_of<Element>(array, first), 0, array.row_stride, array.col_stride};
@@ -62,8 +62,8 @@ View rows_from(const View& array, RowIndex first) {
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// The arrays of a batch, whose elements are Acc: scratch rows, or rows of the call's arrays. Some calls lack some
-// arrays.
+// The arrays of a batch, whose elements are Acc: scratch rows (policy.h), or rows of the call's arrays. Arrays that a
+// call does not need are absent.
 struct GatedBatch {
   View x, dy, dx;     // of the plain norm; dx may overwrite x or dy
   View input_factor;  // f(z), if the gate is first
@@ -72,7 +72,7 @@ struct GatedBatch {
 constexpr int64_t kGatedArrays = 4;  // the most arrays of scratch rows in a batch
 
 // The loop before those of the plain norm: multiplies dy or, if the gate is first, x by f(z), and stores the factors
-// for the loop after. The other one of x and dy is at most converted to Acc.
+// for the loop after. The other one of x and dy is only converted to Acc, if its elements are not Acc already.
 template <class T>
 void load_gated_batch(const BackwardParams& p, const Rows& rows, const GatedBatch& batch) {
   using Acc = AccOf<T>;
@@ -100,8 +100,8 @@ void load_gated_batch(const BackwardParams& p, const Rows& rows, const GatedBatc
   }
 }
 
-// The loop after those of the plain norm: stores dz, and dx unless the plain norm has written it in place. The letters
-// are those of the top of this file; c has the coefficients of the rows (backward_loops.h).
+// The loop after those of the plain norm: stores dz, and dx unless the plain norm has written it in place. The top of
+// this file defines n and du; c has the coefficients of the rows (backward_loops.h).
 template <class T, bool gate_first, class Coefficients>
 void store_gated_batch(const BackwardParams& p, const Rows& rows, const GatedBatch& batch, const Coefficients& c) {
   using Acc = AccOf<T>;
@@ -136,7 +136,7 @@ void store_gated_batch(const BackwardParams& p, const Rows& rows, const GatedBat
   }
 }
 
-// The two loops of a call: the types of its elements are known to the loops alone.
+// The two loops of a call. Only these depend on T; the rest of the gated backward pass is compiled for Acc alone.
 template <class Coefficients>
 struct GatedLoops {
   void (*load)(const BackwardParams&, const Rows&, const GatedBatch&);

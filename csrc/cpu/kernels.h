@@ -46,8 +46,8 @@ constexpr int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 constexpr int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The gradients of the parameters, in the order of their partial sums. One that is not computed has no data, but the
-// sample_stride that it would have, so that the order of summation of the others does not depend on it.
+// The gradients of the parameters, in the order of their partial sums. A gradient that is not computed has no data, but
+// it has a sample_stride, so that the order in which the others are summed does not depend on it.
 struct ParameterGradients {
   explicit ParameterGradients(const BackwardParams& p)
       : weight(p.grad_weight), bias(p.grad_bias), input_scale(p.grad_input_scale), count(input_scale.data ? 3 : 2) {}

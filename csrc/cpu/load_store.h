@@ -35,7 +35,7 @@ inline Words narrow(const Pack<float>& p) {
 #endif
 }
 
-// Convert half to float and back; kVectorBytes / 2 bytes at p.
+// Convert float16 to float and back: a vector of floats, and kVectorBytes / 2 bytes at p.
 #if defined(__AVX512F__)
 inline Vec<float> load_half(const Half* p) {
   return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -80,7 +80,7 @@ inline void store_half(Half* p, Vec<float> v) {
 }
 #endif
 
-// Convert floats in memory order to even and odd elements, and back.
+// Convert a pack in memory order to one with the even elements in `a` and the odd ones in `b`, and back.
 #if defined(__AVX512F__)
 inline Pack<float> to_even_odd(const Pack<float>& p) {
   const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
@@ -93,14 +93,16 @@ inline Pack<float> from_even_odd(const Pack<float>& p) {
   return {_mm512_permutex2var_ps(p.a, low, p.b), _mm512_permutex2var_ps(p.a, high, p.b)};
 }
 #elif defined(__AVX2__)
-inline Vec<float> permute_quarters(__m256 v) {
+// Swaps the second and the third quarter, because shuffles of AVX2 work within each half.
+inline Vec<float> swap_middle_quarters(__m256 v) {
   return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(v), 0xd8));
 }
 inline Pack<float> to_even_odd(const Pack<float>& p) {
-  return {permute_quarters(_mm256_shuffle_ps(p.a, p.b, 0x88)), permute_quarters(_mm256_shuffle_ps(p.a, p.b, 0xdd))};
+  return {swap_middle_quarters(_mm256_shuffle_ps(p.a, p.b, 0x88)),
+          swap_middle_quarters(_mm256_shuffle_ps(p.a, p.b, 0xdd))};
 }
 inline Pack<float> from_even_odd(const Pack<float>& p) {
-  const __m256 a = permute_quarters(p.a), b = permute_quarters(p.b);
+  const __m256 a = swap_middle_quarters(p.a), b = swap_middle_quarters(p.b);
   return {_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)};
 }
 #else
@@ -126,8 +128,8 @@ inline Pack<float> from_even_odd(const Pack<float>& p) {
 
 // ---- loads and stores; they access nothing outside the row ----------------------------------------------------------
 
-// Loads v once, even if it is used several times. GCC would read it from memory for each use, but the loops of backward
-// are bound by loads.
+// Makes GCC load v once, even if it is used several times. GCC would read it from memory for each use, but the loops of
+// backward are bound by loads.
 template <class V>
 inline V in_register(V v) {
 #if defined(__AVX2__)
@@ -166,7 +168,7 @@ inline Words read_words(const BFloat16* p, AllLanes) {
 }
 inline void write_words(BFloat16* p, Words words, AllLanes) { std::memcpy(p, &words, sizeof(words)); }
 
-// All lanes, with streaming stores, which bypass the caches; p is a multiple of kVectorBytes.
+// Lanes for write(): all, by streaming stores, which bypass the caches. The address is a multiple of kVectorBytes.
 struct Streaming {};
 #if defined(__AVX2__)
 constexpr bool kHasStreamingStores = true;

@@ -77,9 +77,9 @@ void for_each_sample(int64_t rows, int64_t begin, int64_t end, const F& f) {
   }
 }
 
-// Calls f(turn, j, lanes) for the packs that cover the columns; j is the first column of a pack. Loops have kPacks
-// accumulators: `turn` says which one a pack is for, 0 to kPacks - 1 in turn. A partial pack at the end has the last
-// one.
+// Calls f(turn, j, lanes) for the packs that cover the columns; j is the first column of a pack. Loops that sum have
+// kPacks accumulators: `turn` is the index of the one that a pack is added to, 0 to kPacks - 1 in turn, and kPacks - 1
+// for a partial pack at the end.
 template <class Acc, int kPacks, class F>
 inline void for_each_pack(Columns columns, const F& f) {
   constexpr int64_t kStep = kPackSize<Acc>;

@@ -42,7 +42,7 @@ void store_parameter_gradients(const BackwardParams& p, const AccOf<X>* partials
   const int64_t tiles = ceil_div(p.cols, kMaxPackSize), pitch = gradients.count * padded_cols(p);
   const int64_t tile_elements = gradients.count * segments / samples * kMaxPackSize;
   parallel_for(samples * tiles, grain(tile_elements), [&](int64_t begin, int64_t end) {
-    for_each_sample(tiles, begin, end, [&](const Rows& rows) {  // of [samples, tiles]: a tile counts as a row
+    for_each_sample(tiles, begin, end, [&](const Rows& rows) {  // a tile counts as a row: [samples, tiles]
       const int64_t first_column = rows.first * kMaxPackSize;
       const Columns columns = {first_column, min(p.cols - first_column, rows.count * kMaxPackSize)};
       const View* const in_order[] = {&gradients.weight, &gradients.bias, &gradients.input_scale};

@@ -3,9 +3,9 @@
 // their rows, columns, dtypes and alignment. A batch is some rows whose sums are computed before the loop that stores
 // their results.
 //
-// The choices of the first section, and the rows of a batch in backward where kSumRows is no multiple of them,
-// determine the order of summation and thereby the bits of the results, so they do not depend on the number of threads.
-// All other choices change the speed alone; docs/design.md has what they gain.
+// The choices of the first section determine the order of summation and thereby the bits of the results. So does the
+// number of rows of a batch in backward, if kSubtotalRows is no multiple of it. These choices do not depend on the
+// number of threads. All others change the speed alone; docs/design.md has their gains.
 #pragma once
 
 #include "kernels.h"
@@ -39,9 +39,9 @@ struct ArraySize {
 // ---- the order of summation -----------------------------------------------------------------------------------------
 
 // The columns of a chunk, which are summed in Acc before the sums of the chunks are added in double (summation.h). Each
-// lane has at most 16 floats to add. With 64, one outlier among 8191 equal values exceeds the promised error, because
-// adding small equal values to a large sum rounds in the same direction each time. Chunks of doubles are longer,
-// because adding the sums of the chunks rounds as much as adding the elements.
+// lane adds at most 16 floats. With 64, one outlier among 8191 equal values exceeds the promised error, because adding
+// small equal values to a large sum rounds in the same direction each time. Chunks of doubles are longer, because
+// adding the sums of the chunks rounds as much as adding the elements.
 template <class Acc>
 constexpr int64_t kChunk = (sizeof(Acc) == 4 ? 8 : 16) * kVectorBytes;
 // The channels of a pixel that are summed in Acc, for the same reason.
@@ -49,29 +49,31 @@ constexpr int64_t kChannelChunk = 16;
 // The most runs in a row. A run is some adjacent chunks; threads that share a long row take runs of it.
 constexpr int64_t kMaxRuns = 256;
 
-// The accumulators of a sum over a row, which take turns to hide the latency of additions. Each is a pack. Narrow rows
-// have one, because the loop handles several rows together.
+// The number of accumulators of a sum over a row, for narrow and for wide rows. Each accumulator is a pack; two take
+// turns to hide the latency of additions. For narrow rows, several rows that are handled together hide it.
 constexpr int kNarrowPacks = 1, kWidePacks = 2;
 
-// The most rows whose weight gradients are added one by one. Equal floats round in the same direction each time: the
-// sum of 256 is off by up to 3.8e-6, and the sum of four sums of 64 by up to 1.01e-6.
-constexpr int64_t kSumRows = 64;
+// The most rows of a subtotal, whose weight gradients are added one by one. Equal floats round in the same direction
+// each time: the relative error of the sum of 256 is up to 3.8e-6, and that of four subtotals of 64 up to 1.01e-6.
+constexpr int64_t kSubtotalRows = 64;
 
-// Weight gradients are summed over up to kSumRows rows of a segment in order, then over these sums in order, then over
-// the segments in order and in double. The result does not depend on which thread takes which segment. A parameter that
-// all samples share has segments of consecutive rows of [samples * rows]; else each sample has its own segments.
+// The weight gradients of up to kSubtotalRows rows of a segment are added in order, then the subtotals of the segment
+// in order, then the segments in order and in double. The result does not depend on which thread takes which segment. A
+// parameter that all samples share has segments of consecutive rows of [samples * rows]; else each sample has its own
+// segments.
 struct Segments {
   explicit Segments(const BackwardParams& p) : Segments(p, ParameterGradients(p)) {}
 
+  // The first row of a segment and the row after its last one, of [samples * rows].
   int64_t begin(int64_t segment) const { return segment / per_sample * sample_rows + segment % per_sample * rows; }
   int64_t end(int64_t segment) const { return min(begin(segment) + rows, (segment / per_sample + 1) * sample_rows); }
 
-  int64_t samples;      // with gradients of their own; else 1, and all rows count as rows of one sample
-  int64_t sample_rows;  // the rows of such a sample
-  int64_t rows;         // of a segment; the last one of a sample may have fewer
-  int64_t per_sample;   // segments of a sample
-  int64_t count;        // of all segments
-  bool are_gradients;   // whether the sums of each segment are the gradients of its sample
+  int64_t samples;          // with gradients of their own; else 1, and all rows count as rows of one sample
+  int64_t sample_rows;      // the rows of such a sample
+  int64_t rows;             // of a segment; the last one of a sample may have fewer
+  int64_t per_sample;       // segments of a sample
+  int64_t count;            // of all segments
+  bool sums_are_gradients;  // whether the sums of each segment are the gradients of its sample
 
  private:
   Segments(const BackwardParams& p, const ParameterGradients& gradients)
@@ -80,12 +82,12 @@ struct Segments {
         rows(ceil_div(sample_rows, segments_for(sample_rows, p.cols))),
         per_sample(ceil_div(sample_rows, rows)),
         count(samples * per_sample),
-        are_gradients(per_sample == 1 && (samples == 1 || gradients.all_per_sample())) {}
+        sums_are_gradients(per_sample == 1 && (samples == 1 || gradients.all_per_sample())) {}
 
   // A sample has up to 64 segments, which is enough for many threads. It has fewer if a segment would have less than 32
-  // rows or about 32768 elements, because the core that adds the partial sums reads half of them from another core's
-  // cache. A segment has at most 256 rows, for the precision of float sums, so that larger samples
-  // have more segments.
+  // rows or about 32768 elements, because the core that adds the partial sums reads at least half of them from another
+  // core's cache. A segment has at most 256 rows, for the precision of float sums, so that samples of more than 16384
+  // rows have more segments.
   static int64_t segments_for(int64_t rows, int64_t cols) {
     const int64_t useful = min(min(64, ceil_div(rows, 32)), (rows * cols + 16384) / 32768);
     const int64_t n = max(useful / 2 * 2, ceil_div(rows, 256));
@@ -93,10 +95,10 @@ struct Segments {
   }
 };
 
-// Images are divided into tiles of adjacent pixels. All channels of a tile fit into the second-level cache, and each
-// channel has at least a few cache lines of pixels. A segment is one tile, whose weight gradients have partial sums of
-// their own. But images of less than 32 pixels share a segment of about 32 pixels, because partial sums would be as
-// large as the images; not if each image has weight gradients of its own (sums_each_image).
+// Images are divided into tiles of adjacent pixels. All channels of a tile fit into the second-level cache (256 KiB),
+// and each channel has at least a few cache lines of pixels. A segment is one tile, whose weight gradients have partial
+// sums of their own. But images of less than 32 pixels share a segment of about 32 pixels, because partial sums would
+// be as large as the images, unless each image has weight gradients of its own (sums_each_image).
 constexpr int64_t kMinTilePixels = 64, kMaxTilePixels = 256;
 struct PixelTiles {
   PixelTiles(const Params& p, int64_t element_bytes, bool sums_each_image)
@@ -119,13 +121,13 @@ struct PixelTiles {
 
 // ---- threads --------------------------------------------------------------------------------------------------------
 
-// Work for one thread, in elements of the input, that is worth waking it for (about 10 us).
+// The least work for which waking a thread pays, in elements of the input (about 10 us).
 constexpr int64_t kGrain = 32768;
 
-// The least number of tasks that is worth waking a thread for, from the elements of a task.
+// The least number of tasks for which waking a thread pays, from the elements of a task.
 inline int64_t grain(int64_t task_elements) { return ceil_div(kGrain, task_elements); }
 
-// The same for segments. One is worth waking a thread for, even if it has a little less than kGrain.
+// The same for segments, rounded down: one segment is enough even if it has slightly fewer elements than kGrain.
 inline int64_t segment_grain(const Segments& segments, int64_t cols) { return max(1, kGrain / (segments.rows * cols)); }
 
 // The columns of a tile, which is a task of backward's gradients loop if the threads share the columns.
@@ -145,7 +147,7 @@ template <class T, class X>
 constexpr bool kHandlesRowsTogether = std::is_same_v<T, X>;
 
 // Whether a loop loads all rows that it handles together before it stores the first, so that no load waits for a store
-// to another row (ArraySize::rows_collide). More rows, and AVX2, have too few registers for it.
+// to another row (ArraySize::rows_collide). For more rows, and in AVX2, there are too few registers.
 template <int kCount>
 constexpr bool kStoresLast = kVectorBytes == 64 && kCount == kTwoRows;
 
@@ -170,28 +172,28 @@ inline bool is_aligned(const View& array, int64_t element_bytes) {
 
 // How many rows ahead a loop that handles `count` rows together prefetches; 0 for no prefetch. Several rows gain if
 // they are in memory; single rows also in the third-level cache. The hardware prefetcher is better for rows of less
-// than 256 bytes, for single rows of up to 2 KiB of 32- or 64-bit elements, and for several rows that have more than 32
-// KiB.
+// than 256 bytes, for single rows of up to 2 KiB of 32- or 64-bit elements, and if the rows have more than 32 KiB
+// together.
 inline int64_t rows_to_prefetch(const ArraySize& x, int64_t count) {
-  const bool suits_hardware = x.row_bytes < 256 || (x.element_bytes > 2 && count == 1 && x.row_bytes <= 2048);
+  const bool hardware_is_better = x.row_bytes < 256 || (x.element_bytes > 2 && count == 1 && x.row_bytes <= 2048);
   const bool is_in_near_caches = count > 1 ? !x.is_in_memory() : x.bytes <= int64_t{1} << 21;
-  if (suits_hardware || is_in_near_caches || count * x.row_bytes > 32768) return 0;
+  if (hardware_is_better || is_in_near_caches || count * x.row_bytes > 32768) return 0;
   return max(count, ceil_div(4096, x.row_bytes));
 }
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-// The rows of a batch of the shortest rows, whose outputs would wait for the statistics of each row otherwise.
+// The rows of a batch if rows are short. In smaller batches, the output would wait for the statistics more often.
 constexpr int kForwardBatchRows = 16;
 
-// The differences x - center of narrow 16-bit rows may be kept on the stack between the statistics and the output,
-// which then need not widen x again.
+// The differences x - center of narrow 16-bit rows, up to kMaxDifferences numbers, may be kept on the stack between the
+// statistics and the output, which then need not widen x again.
 template <int kPacks, class T, class X>
 constexpr bool kMayKeepDifferences = kPacks == kNarrowPacks && std::is_same_v<T, X> && sizeof(X) == 2;
 constexpr int64_t kMaxDifferences = 4096;
 
-// How far ahead of its stores a long row is prefetched, in bytes, because the stores would stall the loop. To prefetch
-// all of the row at its beginning would evict the input from the first-level cache.
+// How far ahead of its stores an output row that is stored alone is prefetched, in bytes, because the stores would
+// stall the loop. To prefetch all of a long row at its beginning would evict the input from the first-level cache.
 constexpr int64_t kWriteAheadBytes = 1024;
 
 // The prefetches of later rows by the output loop.
@@ -217,7 +219,7 @@ struct ForwardPolicy {
     // In arrays of more than 2 MiB, stores of differences would wait until earlier stores to the output are done.
     kept_rows = x.bytes <= int64_t{1} << 21 ? kMaxDifferences / padded_cols(p) : 0;
     // Rows to which a residual is added share no loads, unless there is an input_scale, so they are handled one by one
-    // and stored from aligned addresses on. The output would lose more by reading the weights for each row.
+    // and stored from aligned addresses on. The output loop would lose more by reading the weight for each row.
     const bool shares_input_scale = p.input_scale.data && is_aligned(p.sum, x_bytes);
     residuals_together = p.cols < kMinAlignedCols || shares_input_scale ? rows_together : 1;
     // Streaming stores bypass the caches: the next reader of a smaller output would lose more than they gain. Short
@@ -268,13 +270,13 @@ struct ForwardPolicy {
 constexpr int kMostGradientRows = kVectorBytes == 32 ? kTwoRows : kFourRows;
 
 // The most rows of a batch in backward.
-constexpr int64_t kMaxBackwardBatchRows = kSumRows;
+constexpr int64_t kMaxBackwardBatchRows = kSubtotalRows;
 
 // Whether the gradients loop may go column by column, and how many packs of columns it takes at a time.
 constexpr bool kHasColumnLoop = kVectorBytes > 16;
 constexpr int kColumnPacks = kVectorBytes == 64 ? 2 : 1;
 
-// The workspace of few short rows is on the stack.
+// A call with one segment and at most this many columns has its workspace on the stack.
 constexpr int64_t kMaxStackCols = 1024;
 static_assert(kMaxStackCols <= kTileCols, "the stack has no room for the coefficients of all rows");
 
@@ -284,10 +286,10 @@ struct BackwardPolicy {
     shares_rows = threads_share_rows(x);
     shares_columns = segments.count < num_threads() && p.cols > kTileCols;
     buffers = segments.count;
-    if (segments.are_gradients && !shares_columns) {
+    if (segments.sums_are_gradients && !shares_columns) {
       buffers = min(min(buffers, num_threads()), ceil_div(segments.count * segments.rows * p.cols, kGrain));
     }
-    second_buffers = segments.rows > kSumRows && ParameterGradients(p).any() ? buffers : 0;
+    second_buffers = segments.rows > kSubtotalRows && ParameterGradients(p).any() ? buffers : 0;
     uses_stack = segments.count == 1 && p.cols <= kMaxStackCols;
     choose_rows(x);
     // Row by row, the gradients loop has few iterations in short rows. Column by column, it reads more streams, which
@@ -306,11 +308,11 @@ struct BackwardPolicy {
     prefetches_dx = x.is_in_memory() && x.element_bytes > 2 && x.row_bytes >= 16384 && !streams && p.grad_input.data;
   }
 
-  // A sum is that of the weight gradients of up to kSumRows rows, which are added one by one. Returns the row after the
-  // sum that begins at `row` in a segment that ends at `segment_end`. A sum has whole batches, except the last one of a
-  // segment. Its end does not depend on where the strides of a view cut batches.
-  int64_t sum_end(int64_t row, int64_t segment_end) const {
-    return segment_end - row <= kSumRows ? segment_end : row + kSumRows / batch_rows * batch_rows;
+  // Returns the row after the subtotal that begins at `row` in a segment that ends at `segment_end`. A subtotal has
+  // whole batches, except the last one of a segment. Its end does not depend on where the samples of a view cut
+  // batches.
+  int64_t subtotal_end(int64_t row, int64_t segment_end) const {
+    return segment_end - row <= kSubtotalRows ? segment_end : row + kSubtotalRows / batch_rows * batch_rows;
   }
 
   Segments segments;
@@ -321,7 +323,7 @@ struct BackwardPolicy {
   // The buffers for partial sums in the workspace: one for each segment. If the sums of a segment are gradients, the
   // thread stores them at once and uses its buffer for the next segment, so that one for each thread is enough.
   int64_t buffers;
-  int64_t second_buffers;  // one more for each of the buffers, or 0 if each segment is one sum, see sum_end()
+  int64_t second_buffers;  // as many again, after these in the workspace, or 0 if each segment is one subtotal
   bool uses_stack;         // whether the workspace is on the stack, because it is small
 
   int64_t rows_together;  // the rows that share the loads of the weight and the loads and stores of the partial sums
@@ -335,7 +337,8 @@ struct BackwardPolicy {
   void choose_rows(const ArraySize& x) {
     // In memory, rows of up to 8 KiB of 32- or 64-bit elements are read faster one by one, except the shortest. So are
     // 16-bit rows of about 1 to 2 KiB. A row of less than 683 bytes must have the same batches (below) in memory and
-    // in the caches: kSumRows may be no multiple of its batch, which then determines the order of summation.
+    // in the caches: a batch of 12 or more such rows determines the order of summation if it does not divide
+    // kSubtotalRows.
     const bool is_16_bit = x.element_bytes == 2;
     const int64_t shortest = is_16_bit ? 1000 : 704;
     if (x.is_in_memory() && x.row_bytes >= shortest && x.row_bytes < (is_16_bit ? 2560 : 8192)) {
@@ -354,8 +357,8 @@ struct BackwardPolicy {
 
 // ---- gated norms ----------------------------------------------------------------------------------------------------
 
-// Backward of a gated norm, and forward if the gate is first, handle rows in batches, whose scratch rows in Acc stay in
-// the first-level cache.
+// Backward of a gated norm, and forward if the gate is first, handle rows in batches. The arrays that they compute for
+// the plain norm are scratch rows: rows of Acc in the workspace, which stay in the first-level cache.
 struct GatedPolicy {
   // There are at most `most_tasks` tasks. A batch of `batch_rows` rows has scratch rows for `arrays` arrays.
   GatedPolicy(const Params& p, int64_t most_tasks, int64_t batch_rows, int64_t arrays)
@@ -368,7 +371,7 @@ struct GatedPolicy {
 
   int64_t tasks;       // each of which has its own scratch rows
   int64_t batch_rows;  // the most rows of a batch
-  int64_t pitch;       // elements from scratch row to scratch row; no multiple of 4 KiB, see ArraySize::rows_collide()
+  int64_t pitch;  // elements from scratch row to scratch row: one pack more, so that rows of 2^n columns do not collide
   int64_t array_elements;  // of one array's scratch rows
   int64_t task_elements;   // of all scratch rows of a task
   int64_t elements;        // of all scratch rows

@@ -25,7 +25,7 @@ constexpr double kSmallestVariance = sizeof(Acc) == 4 ? 0x1p-100 : 0x1p-960;
 
 // The row_scale of a row that needs one, from its statistics without a row_scale. A row whose variance is infinite or
 // NaN gets kShrink. A row whose variance and eps are below kSmallestVariance gets kEnlarge if its numbers are small.
-// Otherwise they are all equal, so that kShrink is right, too.
+// Otherwise they are large and all equal, so that kShrink is right, too.
 template <class Acc>
 inline Acc row_scale_for(Acc rstd, Acc center) {
   return rstd > 1 && center > -1 && center < 1 ? kEnlarge<Acc> : kShrink<Acc>;
@@ -54,6 +54,7 @@ inline void store_rstd(Acc* to, Acc rstd, Acc row_scale, double eps) {
   if (rstd == Limits::max()) {  // the variance is zero
     *to = static_cast<Acc>(1 / std::sqrt(eps));
   } else if (row_scale < 1 && rstd * row_scale < Limits::min()) {
+    // The bits of a subnormal number count multiples of the smallest one, min() * epsilon().
     const auto bits = static_cast<BitsOf<Acc>>(std::nearbyint(rstd * (row_scale / Limits::min()) / Limits::epsilon()));
     std::memcpy(to, &bits, sizeof(bits));
   } else {
@@ -67,7 +68,7 @@ inline Acc divide_rstd(const Acc* rstd, Acc row_scale) {
   using Limits = std::numeric_limits<Acc>;
   BitsOf<Acc> bits;
   std::memcpy(&bits, rstd, sizeof(bits));
-  if (bits >> (Limits::digits - 1)) return *rstd / row_scale;
+  if (bits >> (Limits::digits - 1)) return *rstd / row_scale;  // a normal number: its exponent bits are not 0
   return static_cast<Acc>(bits) * Limits::epsilon() * (Limits::min() / row_scale);
 }
 

@@ -13,7 +13,8 @@
 #include <immintrin.h>
 #endif
 
-// GCC 12 warns of vectors that a loop fills lane by lane, and of the undefined vectors inside its own intrinsics.
+// GCC 12 warns of vectors that a loop fills lane by lane, and of the undefined vectors inside its own intrinsics. A
+// full mask, as in _mm512_maskz_shuffle_f32x4(0xffff, ...), avoids such a vector and changes no instruction.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -25,7 +26,7 @@ namespace {
 template <int kValue>
 using Constant = std::integral_constant<int, kValue>;
 
-struct Half {
+struct Half {  // float16
   uint16_t bits;
 };
 struct BFloat16 {
@@ -44,6 +45,7 @@ constexpr int kVectorBytes = 32;
 constexpr int kVectorBytes = 16;
 #endif
 
+// Vectors, by default as large as a register.
 template <class Lane, int kBytes = kVectorBytes>
 struct VectorOf {
   typedef Lane type __attribute__((vector_size(kBytes), may_alias));
@@ -136,8 +138,8 @@ inline V at_least(V x, V least) {
 #endif
 
 // exp(x) = 2^n * exp(r), where n is x / ln(2) rounded to an integer, so that |r| is at most about ln(2) / 2. ln(2) has
-// two parts; the product of n with the first one is exact. exp(r) is 1 + r + r^2 * p(r). The coefficients of p, that
-// of the highest power first, minimize the largest relative error (2^-28 for float and 2^-57 for double).
+// two parts; the product of n with the first one is exact. exp(r) is 1 + r + r^2 * p(r). The coefficients of p, from
+// the highest power down, minimize the largest relative error (2^-28 for float and 2^-57 for double).
 template <class Acc>
 struct ExpConstants;
 template <>
@@ -146,7 +148,7 @@ struct ExpConstants<float> {
   static constexpr int kMantissaBits = 23;
   static constexpr float kLeast = -104;  // exp(kLeast) is zero in float
   static constexpr float kInverseLn2 = 0x1.715476p+0f, kLn2First = 0x1.63p-1f, kLn2Rest = -0x1.bd0106p-13f;
-  static constexpr float kShift = 0x1p64f, kRound = 0x1.8p23f + 127 + 64;
+  static constexpr float kShift = 0x1p64f, kRound = 0x1.8p23f + 127 + 64;  // 127: the bias of the exponent
   static constexpr float kCoefficients[] = {0x1.6a23e6p-10f, 0x1.123a2p-7f, 0x1.5558f2p-5f, 0x1.555492p-3f,
                                             0x1.fffffcp-2f};
 };
@@ -171,8 +173,8 @@ inline Vec<Acc> exp_of_minus_abs(Vec<Acc> x) {
   const auto vector = [](Acc value) { return value - Vec<Acc>{}; };
   x = reinterpret_cast<Vec<Acc>>(reinterpret_cast<Bits>(x) | reinterpret_cast<Bits>(vector(-0.0)));
   x = at_least(x, vector(C::kLeast));
-  // The addition rounds to an integer. The last bits of the sum are then the exponent bits of 2^n * kShift, which is a
-  // normal number, although 2^n may be subnormal.
+  // Adding kRound rounds to an integer n. The last bits of the sum are then n + 127 + 64 for float: the exponent bits
+  // of 2^n * kShift, which is a normal number, although 2^n may be subnormal.
   const Vec<Acc> sum = fma_vectors(x, vector(C::kInverseLn2), vector(C::kRound));
   const Vec<Acc> n = sum - C::kRound;
   Vec<Acc> r = fma_vectors(n, vector(-C::kLn2First), x);
@@ -207,13 +209,14 @@ inline HalfVector<V> high_half(V v) {
   std::memcpy(&half, reinterpret_cast<const char*>(&v) + sizeof(half), sizeof(half));
   return half;
 }
-#if defined(__AVX512F__)  // GCC would split these through memory
+#if defined(__AVX512F__)  // GCC would store the vector and load its halves
 inline __m256 low_half(Vec<float> v) { return _mm512_maskz_extractf32x8_ps(0xff, v, 0); }
 inline __m256 high_half(Vec<float> v) { return _mm512_maskz_extractf32x8_ps(0xff, v, 1); }
 inline __m256d low_half(Vec<double> v) { return _mm512_maskz_extractf64x4_pd(0xf, v, 0); }
 inline __m256d high_half(Vec<double> v) { return _mm512_maskz_extractf64x4_pd(0xf, v, 1); }
 #endif
 
+// Adds the halves of a vector, then the halves of their sum, down to one number.
 template <class V>
 inline auto sum_lanes(V v) {
   if constexpr (sizeof(v) == 2 * sizeof(v[0])) {

@@ -2,9 +2,9 @@
 // of summation depends only on the instruction set, the dtype and the number of columns, not on the threads or the
 // number of rows that a loop handles together:
 //   1. within a chunk, each lane of kPacks accumulators, which take turns, adds its elements in order;
-//   2. the accumulators of the chunk, then their lanes;
-//   3. the chunks of a run in order, in double;
-//   4. the runs in order, in double. Rows of up to kMaxRuns chunks have one chunk in each run.
+//   2. the accumulators of the chunk are added, then their lanes;
+//   3. the chunks of a run are added in order, in double;
+//   4. the runs are added in order, in double. Rows of up to kMaxRuns chunks have one chunk in each run.
 #pragma once
 
 #include "loops.h"
@@ -70,8 +70,8 @@ struct Chunks {
     return total;
   }
 
-  // sum / cols in double. If it is rounded to float, the product with the reciprocal gives the same as the quotient, so
-  // that a constant row has exactly its constant as mean. Divisions would slow down short rows.
+  // sum / cols in double. Rounded to float, the product with the reciprocal equals the quotient, so that a constant row
+  // has exactly its constant as mean. Divisions would slow down short rows.
   template <class Acc, class Sum>
   Sum mean(Sum sum) const {
     return sizeof(Acc) == 4 ? sum * inverse_cols : sum / static_cast<double>(cols);
