@@ -449,7 +449,7 @@ def difference(function, run, expected):
 
 
 @pytest.mark.parametrize("kind", [checkpointed, exported_twice])
-@pytest.mark.parametrize("first", range(0, max(20, len(PROGRAMS) // 10), 20))
+@pytest.mark.parametrize("first", range(0, max(20, len(PROGRAMS) // 15), 20))
 def test_random_programs_with_a_child(first, kind):
     """A compiled or exported program has the eager results with the pass, unless it lacks them without the pass, too.
 
