@@ -95,7 +95,7 @@ def test_adaptive_block_equals_the_block_before_it(one_thread):
 
 
 def signature(function):
-    """Return the arguments without their types."""
+    """Return the arguments as docs/functions.md has them: no types, and "..." for those that all modules have."""
     found = inspect.signature(function)
     arguments = [p.replace(annotation=p.empty) for p in found.parameters.values() if p.name != "self"]
     text = str(found.replace(parameters=arguments, return_annotation=found.empty))

@@ -61,7 +61,7 @@ struct BackwardCall {
     if (rstd > 1 && std::fabs(mean) > Acc(0x1p20)) return 1;
     return std::ldexp(Acc(1), std::ilogb(std::fmax(rstd, std::numeric_limits<Acc>::min())));
   }
-  // A buffer for partial sums, see BackwardPolicy::buffers.
+  // The partial sums that a buffer holds: of one segment at a time.
   Acc* buffer(int64_t index) const { return partials + index * pitch; }
 
   const BackwardParams& p;
@@ -72,9 +72,10 @@ struct BackwardCall {
   const int64_t pitch = ParameterGradients(p).count * padded_cols;  // elements from buffer to buffer
   const Acc weight_offset = p.zero_centered_weight;
   const bool has_input_scale_gradients = cpu::has_input_scale_gradients(p);
-  Acc* const partials;  // [buffers + second_buffers, ParameterGradients::count, padded_cols], packs in lane order
-  const Coefficients<Acc> coefficients = {buffer(policy.buffers + policy.second_buffers),
-                                          p.samples * p.rows};  // of all rows
+  // The workspace. It begins with the buffers (BackwardPolicy::buffers), whose packs have the lane order:
+  Acc* const partials;  // [buffers + second_buffers, ParameterGradients::count, padded_cols]
+  // If the threads share the columns (policy.shares_columns), the coefficients of all rows follow.
+  const Coefficients<Acc> coefficients = {buffer(policy.buffers + policy.second_buffers), p.samples * p.rows};
 };
 
 // d (see Coefficients) for the pack of the row x that begins at column j. `weight` and `bias` are those of its sample.
@@ -190,14 +191,15 @@ bool compute_coefficients_together(const Call& call, RowIndex first, const Coeff
   return false;
 }
 
-// Computes the coefficients of rows. Returns whether one of the rows is rescaled.
+// Computes the coefficients of rows, four or two at a time (Call::kTogether), and of the remaining rows one by one.
+// Returns whether one of the rows is rescaled.
 template <class Call>
 bool compute_coefficients(const Call& call, const Rows& rows, const Coefficients<typename Call::Acc>& c) {
   const bool narrow = call.policy.is_narrow;
   bool rescaled = false;
   int64_t k = 0;
   const auto compute = [&](auto together, auto packs) {
-    using Threads = std::conditional_t<packs == kNarrowPacks, NarrowRow, OneThread>;
+    using Threads = std::conditional_t<packs == kNarrowPacks, OneThreadNarrow, OneThread>;
     for (; k + together <= rows.count; k += together) {
       rescaled |= compute_coefficients_together<Threads, together, packs>(call, rows[k], c.from(k));
     }

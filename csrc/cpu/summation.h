@@ -82,8 +82,8 @@ struct Chunks {
   double inverse_cols = 1.0 / static_cast<double>(cols);
 };
 
-// Three ways to handle a row: sum() returns the total of f(Columns) over the chunks of the row, and for_each() calls
-// f(Columns) for all of its columns.
+// The template parameter Threads, three ways to handle a row: sum() returns the total of f(Columns) over the chunks of
+// the row, and for_each() calls f(Columns) for all of its columns.
 
 // The calling thread handles the row.
 struct OneThread {
@@ -101,7 +101,7 @@ struct OneThread {
 
 // The calling thread handles a narrow row, each of whose runs is one chunk. GCC inlines f, because it is called in one
 // place only.
-struct NarrowRow : OneThread {
+struct OneThreadNarrow : OneThread {
   template <class Sum, class F>
   static Sum sum(const Chunks& chunks, const F& f) {
     Sum total;

@@ -10,7 +10,7 @@ namespace {
 constexpr int kMaxWarps = 32;      // per block
 constexpr int kLoadsInFlight = 8;  // per thread
 
-// Adds up rows first, first + step, ... of a column of `rows` elements, which are `pitch` elements apart.
+// Adds up the elements first, first + step, ... of a column with `rows` elements, which are `pitch` apart in memory.
 template <class Number>
 __device__ __forceinline__ double sum_column(const Number* column, int first, int step, int64_t rows, int64_t pitch) {
   double sum = 0;

@@ -312,7 +312,7 @@ void check_allocated(const Tensor& tensor, std::string_view name) {
   using c10::DispatchKey;
   const auto keys = tensor.key_set();
   if (keys.has(DispatchKey::FuncTorchGradWrapper) || keys.has(DispatchKey::FuncTorchBatched)) {
-    return call_check_allocated(tensor, name);
+    return call_check_allocated(tensor, name);  // which calls this function again, with the tensor in the wrapper
   }
   if (!has_memory(tensor) || tensor.is_meta() || keys.has(DispatchKey::Python) ||
       keys.has(DispatchKey::Functionalize) || keys.has(DispatchKey::ZeroTensor)) {

@@ -58,7 +58,7 @@ def valid_call(name, rng):
         return lay_out(torch.randn((*batch, *shape), dtype=torch.float64)).to(dtype)
 
     def parameter(least=0.5):
-        """Return numbers in [least, least + 1), which may be divisors."""
+        """Return numbers in [least, least + 1), because memory_efficient divides by a weight."""
         # Parameters of images do not differ between pixels, the dimensions of the batch after the first one.
         own = [size if d == 0 or not images else 1 for d, size in enumerate(parameter_batch)]
         first = own[:1] if images else own[: rng.randint(0, len(own))]  # the later batch dimensions may be absent
