@@ -246,9 +246,9 @@ def ada_layer_norm(
     This is the adaptive layer norm (adaLN) of diffusion transformers, in one pass over memory. ``1 + scale`` is not
     rounded to 16 bits, and the output is rounded once. Backward needs the input, ``scale`` and two numbers per row.
     Precision, determinism and derivatives are those of :func:`layer_norm`. The gradients of ``scale`` and ``shift``
-    have their shapes and dtypes; those of one sample do not depend on the other samples. On a GPU, a single sample may
-    have other last bits than the same sample in a batch. Source: Peebles and Xie, `Scalable Diffusion Models with
-    Transformers <https://arxiv.org/abs/2212.09748>`_, 2022.
+    have their shapes and dtypes; those of one sample do not depend on the values of the others. On a GPU, a batch of
+    one sample may be summed in another order than a larger batch. Source: Peebles and Xie, `Scalable Diffusion Models
+    with Transformers <https://arxiv.org/abs/2212.09748>`_, 2022.
 
     Args:
         input: As in :func:`layer_norm`.

@@ -11,11 +11,18 @@
 //   dinput = dx * input_scale
 //   dinput_scale = sum over rows of dx * input
 //
-// Rows are divided into segments. A thread takes a segment and handles a few rows at a time. Its sums loop computes the
-// sums of each row; its gradients loop computes dx, and adds the rows to the segment's partial sums of dweight and
-// dbias, which are in the workspace. A last loop adds the partial sums of all segments. x and dy come from memory once,
-// so 3 * rows * cols * sizeof(T) bytes are moved. If there are fewer segments of long rows than threads, the sums of
-// all rows are computed first, and then the threads share the columns. The order of every sum stays the same.
+// Rows are divided into segments, which the threads take:
+//
+//   backward_of_rows                  for each segment:
+//    -> backward_segment              for each batch of its rows (for_batches_of_segment):
+//      -> compute_coefficients        the sums loop: the sums of each row (backward_loops.h)
+//      -> SegmentSums::add            the gradients loop: stores dx, and adds the rows to the segment's partial sums of
+//                                     dweight and dbias, which are in the workspace
+//    -> store_parameter_gradients     adds the partial sums of all segments (partial_sums.h)
+//
+// x and dy come from memory once, so 3 * rows * cols * sizeof(T) bytes are moved. If there are fewer segments of long
+// rows than threads, backward_sharing_columns() computes the sums of all rows first, and then the threads share the
+// columns. gated_backward() runs the same steps on batches of a gated norm. The order of every sum stays the same.
 //
 // Precision: the saved mean is rounded, so xhat is off by a constant within a row. This constant is the average of xhat
 // and is subtracted from it.

@@ -1,8 +1,15 @@
 // Computes y = (x - mean) * rstd * weight + bias for every row of x [rows, cols]. RMSNorm has a mean of 0.
 //
-// Each thread handles a range of rows; if there are fewer rows than threads, the threads share each long row. The code
-// reads a row twice (statistics, output), but only once from memory: it moves 2 * rows * cols * sizeof(T) bytes. A
-// residual is added in a loop of its own before the others.
+// Each thread handles a range of rows; if there are fewer rows than threads, the threads share each long row:
+//
+//   forward_on_thread                 for each batch of rows:
+//    -> forward_rows                  calls add_residual(), if there is a residual, and then
+//      -> compute_statistics          the statistics of a few rows (statistics_around), if necessary twice
+//      -> store_rows                  chooses the variant of the output, and rescales rows that are out of range
+//        -> normalize                 stores the output
+//
+// The code reads a row twice (statistics, output), but only once from memory: it moves 2 * rows * cols * sizeof(T)
+// bytes.
 //
 // The average c of a row's first pack estimates the mean. One loop sums d = x - c and d^2, and then
 //

@@ -120,11 +120,11 @@ Tensor in_order(const Tensor& t, at::IntArrayRef order, const F& f) {
 }
 
 // Views the tensors of a call, whose shapes shapes.h describes, so that the normalized dimensions are the last ones and
-// parameters and statistics are broadcast to the input. Below, `rows(t)` is this view, where `rows` is a Rows. Results
-// and gradients are contiguous or, for images, laid out as at::empty_like(input).
-struct Rows {
+// parameters and statistics are broadcast to the input. Below, `rows(t)` is this view of t. Results and gradients are
+// contiguous or, for images, laid out as at::empty_like(input).
+struct RowViews {
   template <class Args>
-  explicit Rows(const Args& args)
+  explicit RowViews(const Args& args)
       : dims(args.input->dim()),
         normalized_dims(static_cast<int64_t>(args.normalized_shape.size())),
         options(args.options) {
@@ -214,7 +214,7 @@ ForwardOutputs forward_composite(const ForwardArgs& args) {
   check(args);
   if (args.inplace) check_inplace(args);
   const Options& options = args.options;
-  const Rows rows(args);
+  const RowViews rows(args);
   const Tensor input = rows(*args.input);
   const auto weight = rows(args.weight), bias = rows(args.bias), residual = rows(args.residual);
   const auto normalized_dims = rows.normalized_dims;
@@ -257,7 +257,7 @@ BackwardOutputs backward_composite(const BackwardArgs& args) {
   const Options& options = args.options;
   TORCH_CHECK_NOT_IMPLEMENTED(!options.memory_efficient, kNoDerivative);
   const OutputMask& mask = args.output_mask;
-  const Rows rows(args);
+  const RowViews rows(args);
   const auto acc = args.rstd->scalar_type();
   const Tensor input = rows(*args.input), grad_output = rows(*args.grad_output);
   Tensor x = input, dy = grad_output, gate, activated;
@@ -309,7 +309,7 @@ BackwardOutputs backward_memory_efficient(const BackwardArgs& args) {
   check_layouts(args);
   check_backward(args);
   check_allocated(args);
-  const Rows rows(args);
+  const RowViews rows(args);
   const auto acc = args.rstd->scalar_type();
   Tensor xhat = rows(*args.input).to(acc);
   if (args.bias) xhat = xhat - rows(*args.bias).to(acc);

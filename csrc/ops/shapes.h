@@ -64,8 +64,9 @@ struct GradientType {
 };
 
 // The types of the gradients of the parameters, and the dtype that the kernels have for all of them: the input's if all
-// parameters have it and there is no gate, else the accumulation type. Other parameters are converted, and their
-// gradients are converted back. With a residual, `input` is a tensor of the residual's dtype.
+// parameters have it and there is no gate, else the accumulation type (fewer kernels make the library smaller). Other
+// parameters are converted, and their gradients are converted back. `input` is the tensor that is normalized, or has
+// its dtype: with a residual, it is the residual or the sum.
 struct ParameterTypes {
   template <class Args>
   ParameterTypes(const Tensor& input, const Args& args)

@@ -46,7 +46,7 @@ def test_numbers_of_rows(backend, dtypes, rows):
 
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32)], ids=dtypes_id)
 def test_rows_of_more_than_a_million_elements(backend, dtypes):
-    """The sums of the chunks of such rows are added in groups, so that errors do not grow with their number."""
+    """The chunks of such rows are added in runs, and then the runs, so that errors do not grow with their number."""
     x, dy, w, b = random_args(backend, dtypes, 2, (1 << 20) + 1, offset=100)
     check(run(backend, x, dy, w, b), x, dy, w, b)
 

@@ -21,7 +21,7 @@ BITS = Path(__file__).with_name("bits.json")
 RECORDED = json.loads(BITS.read_text())
 
 # Narrow, wide and long rows with tails, and images of one and of several tiles. Parameter gradients of the 2100 rows
-# are sums of several chunks.
+# are sums of several segments.
 ROWS = [(1, 1, 1), (1, 3, 7), (4, 16, 33), (3, 700, 64), (2, 150, 768), (5, 8, 1000), (1, 7, 2500), (2, 1, 70000)]
 IMAGES = [(2, 5, 7, 3), (3, 9, 9, 96), (2, 28, 28, 192)]  # the channels last
 

@@ -153,7 +153,7 @@ module_cases = pytest.mark.parametrize(
 
 
 def module_and_inputs(cls, options, shapes):
-    """Return a module for 8 features with random parameters, and inputs of their dtype."""
+    """Return a module with random parameters, and inputs of their dtype; 8 features if no option says how many."""
     module = cls(**options) if "normalized_shape" in options else cls(8, **options)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)

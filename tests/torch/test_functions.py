@@ -451,10 +451,12 @@ def test_norm_in_cpp_and_in_python_have_the_same_signature(monkeypatch):
     del defaults["residual"]  # norm refuses None: functions that add no residual leave it out
     gate = {"gate": randn((3, 8), F32)}
     residual = {"residual": randn((3, 8), F32), "input_scale": randn(8, F32), "inplace": False}
-    options = ({"rms": True}, {"zero_centered_weight": True}, {"memory_efficient": True}, {"num_groups": 2})
-    changes = [*options, gate, gate | {"sigmoid": True}, gate | {"gate_first": True}]
+    plain = ({"rms": True}, {"zero_centered_weight": True}, {"memory_efficient": True}, {"num_groups": 2})
+    changes = [*plain, gate, gate | {"sigmoid": True}, gate | {"gate_first": True}]
     changes += [residual, residual | {"rms": True}, residual | {"inplace": True}]
     changes += [{"images": True, "normalized_shape": ()}]
+    options = {a.name for a in torch.ops.layernorm.forward.fused._schema.arguments if a.kwarg_only}
+    assert options <= {name for change in changes for name in change}
     expected = [python(**deepcopy(given | change)) for change in changes]
     monkeypatch.delattr(_calls, "norm")  # so that _C.norm must take these calls itself
     for change, results in zip(changes, expected, strict=True):

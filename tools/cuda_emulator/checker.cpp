@@ -67,15 +67,17 @@ Region* find_region(uintptr_t a) {
   return nullptr;
 }
 
-// Returns whether program order or a barrier puts an earlier access before the next ones of a thread.
+// Returns whether program order, a barrier or a message puts an earlier access before the next ones of a thread.
 bool ordered(const Record& a, const Thread& b) {
   const bool same_block = a.id.block == b.id.block;
   if (same_block && a.id.thread == b.id.thread) return true;
   // A thread that has received a message from a block is ordered after the message itself, and after the accesses
   // before the last block barrier that precedes the message.
   const auto known = b.known_messages.find(a.id.block);
-  if (known != b.known_messages.end() && a.epochs.block + (a.kind == Kind::kMessage ? 0 : 1) <= known->second)
-    return true;
+  if (known != b.known_messages.end()) {
+    const auto barriers = known->second;  // the block barriers that the sender had passed
+    if (a.kind == Kind::kMessage ? a.epochs.block <= barriers : a.epochs.block < barriers) return true;
+  }
   if (!same_block) return false;
   return a.epochs.block < b.epochs.block || (a.id.thread / 32 == b.id.thread / 32 && a.epochs.warp < b.epochs.warp);
 }

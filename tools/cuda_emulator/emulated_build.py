@@ -29,10 +29,10 @@ RUNTIME = [EMULATOR / name for name in ("scheduler.cpp", "checker.cpp")]
 # The headers of csrc that the emulator replaces by headers of its own.
 REPLACED_HEADERS = {"cuda/launch_and_ptx.h": "emulated_device.h", "cuda/launch_limits.h": "lowered_limits.h"}
 
-# Host code for CPU tensors calls backend.cpp of this folder, and so needs the limits of the CUDA kernels in the place
-# of its own. These are lines of csrc/ops/host.cpp.
-LIMITS = "has_float64 = {}, needs_alignment = {};"
-CPU_LIMITS, CUDA_LIMITS = LIMITS.format("true", "false"), LIMITS.format("false", "true")
+# Host code for CPU tensors calls backend.cpp of this folder, so its constants must be those of the CUDA kernels. These
+# are lines of csrc/ops/host.cpp.
+CONSTANTS = "has_float64 = {}, needs_alignment = {};"
+CPU_CONSTANTS, CUDA_CONSTANTS = CONSTANTS.format("true", "false"), CONSTANTS.format("false", "true")
 
 # The flags for device code in each mode. checker.cpp implements the functions that -fsanitize calls.
 CHECKED, PLAIN = "checked", "plain"
@@ -108,10 +108,10 @@ SHARED = [
 
 
 def _mirror(csrc, namespace=None):
-    """Return a copy of the folder `csrc` with the emulator's headers, in which macros declare shared memory.
+    """Return a copy of the folder `csrc` with the emulator's headers, and its macros in the place of shared memory.
 
-    With a namespace, the operators are registered in this namespace of torch.ops, and have the limits of the CUDA
-    kernels. ops/host_code.cpp then has all sources of ops, so that g++ reads torch's headers once instead of six times.
+    With a namespace, the operators are registered in this namespace of torch.ops, and have CUDA_CONSTANTS.
+    ops/host_code.cpp then has all sources of ops, so that g++ reads torch's headers once instead of six times.
     """
     suffixes = (".h", ".cuh", ".cpp", ".cu")
     origins = {path.relative_to(csrc): path for path in csrc.rglob("*") if path.suffix in suffixes}
@@ -125,7 +125,7 @@ def _mirror(csrc, namespace=None):
             raise CompileError(f"{origin}: the emulator does not understand a declaration of shared memory")
         if path.suffix == ".cpp" and namespace:
             text = re.sub(r'(TORCH_LIBRARY(?:_IMPL)?\(|")layernorm(,|::)', rf"\1{namespace}\2", text)
-            text = text.replace(CPU_LIMITS, CUDA_LIMITS)
+            text = text.replace(CPU_CONSTANTS, CUDA_CONSTANTS)
         files[path] = f'#line 1 "{origin}"\n{text}'.encode()  # messages name the original file
     if namespace:
         sources = sorted(path for path in files if path.match("ops/*.cpp"))
