@@ -136,7 +136,7 @@ class BuildExtension(cpp_extension.BuildExtension):
             return
         if not cpp_extension.is_ninja_available():  # without it, torch would ignore the flags of single sources
             raise BuildError("ninja is not on PATH", "pip install ninja")
-        flags = _write_kernel_sources(Path(self.build_temp))
+        flags = _write_kernel_sources(Path(self.build_temp).parent)  # one path for all versions of torch, for ccache
         ext.sources += flags
         with _flags_of_sources(flags):
             super().build_extension(ext)
