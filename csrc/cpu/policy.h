@@ -25,8 +25,9 @@ struct ArraySize {
 
   bool is_narrow() const { return row_bytes <= 4096; }  // four such rows fit into the first-level cache
   bool is_long() const { return row_bytes >= 8192; }
-  // Whether rows are about a multiple of 4 KiB apart. They then compete for the same lines of the first-level cache,
-  // and a load waits for a store to another row, because the last 12 bits of their addresses are about equal.
+  // Whether rows are about a multiple of 4 KiB apart, such as rows of 1001 to 1047 floats. They then compete for the
+  // same lines of the first-level cache, and a load waits for a store to another row, because the last 12 bits of their
+  // addresses are about equal.
   bool rows_collide() const {
     const int64_t rest = row_bytes % 4096;
     return row_bytes > 2048 && min(rest, 4096 - rest) < 24 * element_bytes;

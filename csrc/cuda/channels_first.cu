@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfBackward)
                                       has_statistics ? *address<const Acc>(p.rstd, pixel) : 0, p.memory_efficient);
     const auto load_weight = [&](int64_t c) { return p.zero_centered_weight ? weight[c] + 1 : weight[c]; };
     const auto load_dy = [&](int64_t c) { return exists ? static_cast<Acc>(dy[c]) : 0; };
-    const auto load_d = [&](int64_t c, Acc w) {  // d of ScaledStatistics; w is the weight
+    const auto load_d = [&](int64_t c, Acc w) {  // xhat = d * scaled_rstd - mean_xhat, see ScaledStatistics
       if (!exists) return Acc(0);
       const Acc v = static_cast<Acc>(x[c]);
       return p.memory_efficient ? recover_xhat(v, w, bias[c]) : fma(v, statistics.row_scale, -statistics.scaled_mean);

@@ -229,7 +229,8 @@ struct ForwardStagedRows {
 
   // Adds the input to a staged residual, and returns the moments of the block's columns. A second launch gets zeros,
   // because it loads the moments that the first launch has stored. Gated norms set norm_input to the values that they
-  // normalize; other norms do not use it. sum_over_row() explains `buffer` and before_barrier().
+  // normalize; other norms do not use it. The two buffers for sums alternate, so that one barrier per sum suffices;
+  // before_barrier() is other work that precedes the barrier (sum_over_row() in moments.cuh).
   template <class F>
   __device__ __forceinline__ Moments compute_moments(Acc (&norm_input)[kElements], int stage_offset,
                                                      const FloatDivisor<Acc>& block_cols_divisor, int& buffer,

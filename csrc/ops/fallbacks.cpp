@@ -185,6 +185,7 @@ bool gate_has_other_dtype(const Tensor& input, const OptionalTensorRef& gate) {
 
 namespace {
 
+// Whether torch cannot tell if two tensors overlap, because strides leave gaps. Certain overlaps are refused before.
 bool may_overlap(const Tensor& residual, const Tensor& t) {
   return t.is_alias_of(residual) && at::get_overlap_status(residual, t) == at::MemOverlapStatus::TooHard;
 }

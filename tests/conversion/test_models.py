@@ -41,8 +41,8 @@ def test_float64_logits_and_gradients_match_the_original(name):
 
     with Float64Throughout():
         actual, expected = (logits_and_gradients(each, inputs) for each in (model, original))
-    # Some ten layers each round some ten times by 1e-16; the largest observed error is 2e-15. The gradients of the
-    # biases of DiT's keys, which are zero, add larger terms.
+    # Some ten layers each round some ten times by 1e-16; the largest observed error is 2e-15. The biases of
+    # DiT's keys have gradients that are zero: sums of larger terms, which cancel.
     assert_close(actual, expected, 1e-13 if "DiT" in name else 2e-14)
 
     revert(model)

@@ -116,7 +116,7 @@ family = pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.na
 
 
 def flags(module_class):
-    """Return the names of the options that are False by default. Torch's modules have none of these options."""
+    """Return the names of the options that are False by default, which this package's modules add to torch's."""
     return [p.name for p in inspect.signature(module_class).parameters.values() if p.default is False]
 
 

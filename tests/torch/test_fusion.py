@@ -742,6 +742,8 @@ def test_a_graph_of_make_fx_in_real_mode_is_left():
 
 
 class Region(torch.nn.Module):
+    """torch.export makes a graph of the no_grad block. In eval mode, dropout returns the sum itself."""
+
     def forward(self, x, r):
         with torch.no_grad():
             y = norm(F.dropout(x + r, 0.5, self.training))

@@ -94,6 +94,7 @@ bool has_clusters(const LaunchConfig&, void (*)(Params...)) {
 
 inline size_t max_shared_memory(const LaunchConfig&) { return emulator::max_shared_memory(); }
 
+// A test sets the number of resident clusters, or of blocks without clusters, which is the same for all kernels.
 template <class... Params>
 int resident_blocks(const LaunchConfig& config, void (*)(Params...)) {
   return emulator::options().resident * static_cast<int>(config.cluster);

@@ -61,6 +61,7 @@ struct Exchange {
   uint64_t value = 0;
   std::optional<int> source_lane{};
 };
+// Waits as __syncthreads() does. Thread::epochs counts the barriers, by which the checker orders memory accesses.
 uint64_t block_barrier(const Exchange& exchange, const Place& place);
 uint64_t warp_collective(unsigned mask, const Exchange& exchange, const Place& place);
 void warp_barrier(unsigned mask, const Place& place);
