@@ -8,6 +8,8 @@
 //      -> store_rows                  chooses the variant of the output, and rescales rows that are out of range
 //        -> normalize                 stores the output
 //
+// With gate_first, gate_first_forward() takes the same steps for batches of rows that gate_rows() has multiplied.
+//
 // The code reads a row twice (statistics, output), but only once from memory: it moves 2 * rows * cols * sizeof(T)
 // bytes.
 //

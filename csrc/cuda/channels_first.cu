@@ -72,13 +72,13 @@ struct ChannelWeight {
 
 // The channels of a chunk, which a thread sums in float before it adds the sum to its sum in double. With 64 channels,
 // one outlier among thousands of equal values would give a larger error than promised.
-constexpr int kChunk = 16;
+constexpr int kChannelChunk = 16;
 
-// Calls f(c) for each channel c of this warp, and end_of_chunk() after each kChunk of them.
+// Calls f(c) for each channel c of this warp, and end_of_chunk() after each kChannelChunk of them.
 template <class F, class G = DoNothing>
 __device__ __forceinline__ void for_each_channel(int64_t channels, const F& f, const G& end_of_chunk = {}) {
-  for (int64_t first = threadIdx.x / kWarpSize; first < channels; first += kChunk * kWarps) {
-    const int count = static_cast<int>(min(ceil_div(channels - first, kWarps), int64_t{kChunk}));
+  for (int64_t first = threadIdx.x / kWarpSize; first < channels; first += kChannelChunk * kWarps) {
+    const int count = static_cast<int>(min(ceil_div(channels - first, kWarps), int64_t{kChannelChunk}));
 #pragma unroll kUnroll
     for (int i = 0; i < count; ++i) f(first + i * kWarps);
     end_of_chunk();

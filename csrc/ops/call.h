@@ -52,6 +52,7 @@ class Call {
         batch_dims_(args.input->dim() - normalized_dims_ + (num_groups_ > 1)),
         dims_(args.input->dim() + (num_groups_ > 1)),
         needs_alignment_(needs_alignment) {
+    // A gate with other strides may be read in place, which divide_rows() finds out; other tensors are copied.
     is_plain_ =
         num_groups_ == 1 && !options_.images && input_.is_contiguous() && (!args.gate || args.gate->is_contiguous());
     for_each_parameter(args, [&](const char*, const auto& p) { is_plain_ &= !p || p->dim() <= normalized_dims_; });

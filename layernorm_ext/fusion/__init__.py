@@ -243,8 +243,8 @@ class _Match:
     def module_stack(self, point: Node) -> dict[str, Any] | None:
         """Return the modules that contain all replaced nodes, for the new nodes; None if the call splits another one.
 
-        torch.export.unflatten makes a module of consecutive nodes. A call between nodes of a deeper module would make
-        two of it. All new nodes are in the same modules, because the tuple that the call returns cannot leave one.
+        All new nodes are in the same modules, because the tuple that the call returns cannot leave one. In an exported
+        program ("val"), unflatten makes a module of consecutive nodes: a call between two nodes of a.b would split a.b.
         """
         result = self.modulation.replaced[-1] if self.modulation else self.y
         stacks = [list(node.meta.get("nn_module_stack", {}).items()) for node in self.replaced]

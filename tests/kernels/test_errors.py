@@ -90,7 +90,7 @@ BACKWARD |= {"weight": None, "bias": None, "output_mask": [True] * 6, "grad_sum"
 SIX_COLUMNS = {"input": torch.ones(2, 6), "normalized_shape": [6]}
 OF_IMAGES = {"input": torch.ones(2, 3, 4), "images": True}
 GATED = {"gate": X}
-GATE_OF_OTHER_DTYPE = {"gate": X.half()}  # takes another path than a gate of the input's dtype
+GATE_OF_OTHER_DTYPE = {"gate": X.half()}  # valid, but converted: the checks must come before that
 SHAPE = "Expected {0} to be of the shape of input, but got {0} of shape {1} and input of shape [2, 3]"
 DTYPE = "Expected {0} to be of the dtype of input, but got {0} of dtype {1} and input of dtype {2}"
 

@@ -147,7 +147,7 @@ def test_long_rows_in_clusters_and_two_launches(library, dtypes):
     blocks_and_missing_elements = [(1, 1), (2, 0), (4, 0), (8, 1), (9, 0), (24, 3)]
     cases = [(blocks, 32, 32 * blocks, missing) for blocks, missing in blocks_and_missing_elements]
     cases += [(8, 256, 7 * 256 + 1, 0), (8, 256, 7 * 256 + 1, 1)]
-    if dtypes == (F32, F32):  # rows of more than 8 blocks have blocks of half the limit
+    if dtypes == (F32, F32):  # with more than 8 blocks, each has limit / 2 vectors, but at least 32
         cases += [(80, 32, 32 * 80, vector + 1), (40, 512, 256 * 40, vector + 1)]
     for blocks, limit, vectors, missing_elements in cases:
         x, dy, w, b = random_args(library, dtypes, 5 if blocks < 40 else 1, vectors * vector - missing_elements)
