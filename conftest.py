@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items):
             return True
         if backend in PATHS and not differs_on_path(item, backend):
             return False
-        if "use_threads" in item.fixturenames:  # they concern the CPU kernels alone
+        if "use_threads" in item.fixturenames:  # such tests vary the threads of the CPU
             return False
         return backend == "cuda" or not item.get_closest_marker("large")  # the emulator does 10^7 elements/s
 

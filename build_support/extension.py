@@ -88,7 +88,7 @@ def compile_flags(toolkit: cuda.Toolkit | None = None) -> dict[str, list[str]]:
 
 
 class BuildPython(build_py):
-    """Copies the Python modules into build_lib, the folder of all builds, from which pip installs all files."""
+    """Copies the Python modules into build_lib, which all builds share and from which pip installs all files."""
 
     def run(self):
         """Remove the copies of the last build first, because some of the modules may have been deleted since."""

@@ -106,7 +106,7 @@ PyObject* norm(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* key
     PyObject* const* value = values + kFirstOption;
     return std::apply([&](auto&... option) { return (read_option(*value++, option) && ...); }, options.fields());
   };
-  // None is an error here, because only functions that require a residual pass this argument.
+  // The function in Python refuses a residual of None, because functions that add none leave this argument out.
   const auto is_tensor_or_absent = [&](Argument a) { return !values[a] || is_tensor(values[a]); };
   const bool is_usual = read_arguments(args, count, keywords, values) && has_required() && is_tensor(values[kInput]) &&
                         read_sizes(values[kNormalizedShape], normalized_shape) && PyFloat_CheckExact(values[kEps]) &&

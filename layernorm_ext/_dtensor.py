@@ -57,7 +57,7 @@ def _if_given(tensor: DTensorSpec | None, placement: Placement) -> Placement | N
 
 
 def _parameter(parameter: DTensorSpec | None, normalized_dims: int, images: bool, batch: Placement) -> Placement | None:
-    """Return ``batch``, the input's placement, if the parameter has the sharded dimension; otherwise, replicate it."""
+    """Return ``batch``, the input's placement, if the parameter has a size other than 1 there; else, replicate it."""
     if parameter is None:
         return None
     dim, batch_dims = getattr(batch, "dim", 0), parameter.ndim - normalized_dims

@@ -182,7 +182,7 @@ def _norm_rows(
 
     The result is in the accumulation dtype, unless all arguments have 16 bits and one function of torch computes it.
     """
-    # torch's functions take neither parameters with batch dimensions nor a bias of RMSNorm. These are applied after it.
+    # torch's functions take neither parameters with batch dimensions nor a bias of RMSNorm. These follow the function.
     dims, parameters = len(normalized_shape), [parameter for parameter in (weight, bias) if parameter is not None]
     affine_follows = (rms and bias is not None) or any(parameter.dim() > dims for parameter in parameters)
     # torch's kernels for some devices require equal dtypes. After these conversions the output is still rounded once.

@@ -379,7 +379,7 @@ def test_metadata_describes_the_build():
 
 
 def test_source_distribution_has_the_documents_and_all_that_they_link_to(tmp_path):
-    """A copy is built, without the list of files that an earlier build has left behind, which would be added."""
+    """A copy is built without the list of an earlier build, because setuptools would add the files in it."""
     ignored = shutil.ignore_patterns(".*_cache", ".git", "__pycache__", "build", "shared", "*.egg-info", "*.so")
     shutil.copytree(ROOT, tmp_path / "checkout", ignore=ignored)
     code = "import setuptools.build_meta; print(setuptools.build_meta.build_sdist('..'))"

@@ -61,7 +61,7 @@ struct BackwardCall {
     if (rstd > 1 && std::fabs(mean) > Acc(0x1p20)) return 1;
     return std::ldexp(Acc(1), std::ilogb(std::fmax(rstd, std::numeric_limits<Acc>::min())));
   }
-  // The partial sums that a buffer holds: of one segment at a time.
+  // A buffer, which holds the partial sums of one segment at a time (BackwardPolicy::buffers).
   Acc* buffer(int64_t index) const { return partials + index * pitch; }
 
   const BackwardParams& p;
@@ -72,7 +72,7 @@ struct BackwardCall {
   const int64_t pitch = ParameterGradients(p).count * padded_cols;  // elements from buffer to buffer
   const Acc weight_offset = p.zero_centered_weight;
   const bool has_input_scale_gradients = cpu::has_input_scale_gradients(p);
-  // The workspace. It begins with the buffers (BackwardPolicy::buffers), whose packs have the lane order:
+  // The workspace. It begins with the buffers, whose packs have the lane order of X.
   Acc* const partials;  // [buffers + second_buffers, ParameterGradients::count, padded_cols]
   // If the threads share the columns (policy.shares_columns), the coefficients of all rows follow.
   const Coefficients<Acc> coefficients = {buffer(policy.buffers + policy.second_buffers), p.samples * p.rows};

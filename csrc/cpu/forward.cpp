@@ -1,6 +1,6 @@
 // Computes y = (x - mean) * rstd * weight + bias for every row of x [rows, cols]. RMSNorm has a mean of 0.
 //
-// Each thread handles a range of rows; if there are fewer rows than threads, the threads share each long row:
+// If there are fewer rows than threads, the threads share each long row. Otherwise each thread handles a range of rows:
 //
 //   forward_on_thread                 for each batch of rows:
 //    -> forward_rows                  calls add_residual(), if there is a residual, and then

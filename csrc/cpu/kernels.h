@@ -47,7 +47,7 @@ constexpr int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The gradients of the parameters, in the order of their partial sums. A gradient that is not computed has no data, but
-// it has a sample_stride, so that the order in which the others are summed does not depend on it.
+// the sample_stride that it would have, so that the order of the other sums does not depend on which are computed.
 struct ParameterGradients {
   explicit ParameterGradients(const BackwardParams& p)
       : weight(p.grad_weight), bias(p.grad_bias), input_scale(p.grad_input_scale), count(input_scale.data ? 3 : 2) {}

@@ -96,10 +96,10 @@ struct Segments {
   }
 };
 
-// Images are divided into tiles of adjacent pixels. All channels of a tile fit into the second-level cache (256 KiB),
-// and each channel has at least a few cache lines of pixels. A segment is one tile, whose weight gradients have partial
-// sums of their own. But images of less than 32 pixels share a segment of about 32 pixels, because partial sums would
-// be as large as the images, unless each image has weight gradients of its own (sums_each_image).
+// Images are divided into tiles of adjacent pixels. The channels of a tile should fit into 256 KiB of second-level
+// cache, and each channel has at least a few cache lines of pixels. A segment is one tile, whose weight gradients have
+// partial sums of their own. But images of less than 32 pixels share a segment of about 32 pixels, unless each image
+// has weight gradients of its own (sums_each_image): partial sums would be as large as the images.
 constexpr int64_t kMinTilePixels = 64, kMaxTilePixels = 256;
 struct PixelTiles {
   PixelTiles(const Params& p, int64_t element_bytes, bool sums_each_image)
@@ -277,7 +277,7 @@ constexpr int64_t kMaxBackwardBatchRows = kSubtotalRows;
 constexpr bool kHasColumnLoop = kVectorBytes > 16;
 constexpr int kColumnPacks = kVectorBytes == 64 ? 2 : 1;
 
-// A call with one segment and at most this many columns has its workspace on the stack.
+// Backward without a gate, with one segment and at most this many columns, has its workspace on the stack.
 constexpr int64_t kMaxStackCols = 1024;
 static_assert(kMaxStackCols <= kTileCols, "the stack has no room for the coefficients of all rows");
 
@@ -324,7 +324,7 @@ struct BackwardPolicy {
   // The buffers for partial sums in the workspace: one for each segment. If the sums of a segment are gradients, the
   // thread stores them at once and uses its buffer for the next segment, so that one for each thread is enough.
   int64_t buffers;
-  int64_t second_buffers;  // as many again, after these in the workspace, or 0 if each segment is one subtotal
+  int64_t second_buffers;  // as many again, after these in the workspace, or 0 if none is needed
   bool uses_stack;         // whether the workspace is on the stack, because it is small
 
   int64_t rows_together;  // the rows that share the loads of the weight and the loads and stores of the partial sums

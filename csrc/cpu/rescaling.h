@@ -25,7 +25,7 @@ constexpr double kSmallestVariance = sizeof(Acc) == 4 ? 0x1p-100 : 0x1p-960;
 
 // The row_scale of a row that needs one, from its statistics without a row_scale. A row whose variance is infinite or
 // NaN gets kShrink. A row whose variance and eps are below kSmallestVariance gets kEnlarge if its numbers are small.
-// Otherwise they are large and all equal: any power of two gives differences of zero.
+// Otherwise they are large and all equal: kShrink cannot make them overflow, and keeps them equal.
 template <class Acc>
 inline Acc row_scale_for(Acc rstd, Acc center) {
   return rstd > 1 && center > -1 && center < 1 ? kEnlarge<Acc> : kShrink<Acc>;

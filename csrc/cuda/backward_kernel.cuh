@@ -339,7 +339,7 @@ Instance plan_stages(const BackwardPlan& plan, LaunchConfig config, size_t colum
 }
 
 // Chooses the variant and its stages for the rows of a plan. GeneralRows takes the rows if `general` is true, if the
-// shared memory does not suffice for another variant, and if x is float32 beside 16-bit dy (a float32 residual) in rows
+// shared memory does not suffice for another variant, or if x is float32 beside 16-bit dy (a float32 residual) in rows
 // that are not whole vectors.
 template <class T, class X>
 Instance choose_variant(const BackwardPlan& plan, const LaunchConfig& config, bool general, size_t column_sum_bytes) {

@@ -27,7 +27,7 @@ constexpr int kRowsInFlight = 4;  // rows that a thread loads before it uses the
 
 // The values that the host computes from BackwardParams.
 struct InputScalePlan : GradientPlan {
-  bool whole_vectors;  // the number of columns is a multiple of a vector's 16 bytes of x
+  bool whole_vectors;  // the number of columns is a multiple of the elements of x in 16 bytes
 };
 
 // The columns [begin, begin + count) that a thread owns of each row: kVec columns, or fewer at the end of the row.
@@ -85,8 +85,8 @@ __device__ __forceinline__ void compute_gradients(const BackwardParams& p, const
     for (int first = threadIdx.y; first < segment.rows; first += kRowsInFlight * step) {
       Vector<X, kVec> ds[kRowsInFlight];
       Vector<T, kVec> x[kRowsInFlight];
-      // The thread's next rows, i = 0 to kRowsInFlight - 1. A row that does not exist gets the index of row 0, whose
-      // address is valid.
+      // The thread's next rows, i = 0 to kRowsInFlight - 1. A row that does not exist gets the index of row i = 0,
+      // whose address is valid.
       const auto exists = [&](int i) { return first + i * step < segment.rows; };
       const auto index = [&](int i) {
         return split_row_number(segment.first_row + first + (exists(i) ? i * step : 0), plan.flags.has(kSeveralSamples),

@@ -1,4 +1,4 @@
-// The kernels' interface to CUDA: launches, and functions for PTX instructions that CUDA C++ has no function for. Other
+// The kernels' interface to CUDA: launches, and PTX instructions for which CUDA C++ has no function. Other
 // files have no inline assembly, and launch kernels only by launch().
 #pragma once
 

@@ -14,9 +14,9 @@ constexpr int64_t kMaxRegisterVectors = 2048;
 constexpr int64_t kMaxWarpVectors = 128;
 constexpr int64_t kMaxBlockVectors = 2048;
 
-// Backward is a single launch if one block, or each of up to 8 blocks of a cluster, handles all rows in at most so many
-// iterations. This block or cluster sums the weight gradients of all rows, because a second kernel (add_partials) would
-// take longer. See plan_launch() in backward_kernel.cuh.
+// Backward is a single launch if one block handles all rows in at most so many iterations, or each of up to 8 blocks of
+// a cluster its share of them. This block or cluster sums the weight gradients of all rows, because a second kernel
+// (add_partials) would take longer. See plan_launch() in backward_kernel.cuh.
 constexpr int64_t kFewIterations = 2;
 
 // The most shared memory of a block for pixels of images (channels_first.cu), so that two blocks fit on a

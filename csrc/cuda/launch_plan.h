@@ -46,7 +46,7 @@ enum Flag : unsigned {
   kFirstLaunch = 1 << 7,       // blocks share rows without a cluster: this launch stores a partial result of each block
   kSecondLaunch = 1 << 8,      // this launch loads the partial results and stores the outputs (BlockExchange)
   kResidual = 1 << 9,          // forward only
-  kGradInput = 1 << 10,        // backward only, like the next six. kGrad...: backward computes this gradient
+  kGradInput = 1 << 10,        // backward only, like the next six: this gradient is computed
   kGradWeight = 1 << 11,
   kGradBias = 1 << 12,
   kGradSum = 1 << 13,  // grad_sum is added to grad_input

@@ -38,7 +38,7 @@ struct Moments {
 // The values that the host computes from ForwardParams for the kernels of rows.
 struct ForwardPlan {
   Flags flags;
-  ByteStride x_stride, input_stride, output_stride, sum_stride;  // x_stride: of the residual, or without one the input
+  ByteStride x_stride, input_stride, output_stride, sum_stride;  // x_stride: that of the residual, or else of the input
   IntegerDivisor rows_per_sample;
   Acc eps;
   FloatDivisor<Acc> cols;

@@ -324,7 +324,7 @@ class WarpSums {
   __device__ __forceinline__ WarpSums(WarpSumsMemory& memory, int first_warp, int row_warps) {
     const int lane = threadIdx.x % kWarpSize, lane_of_sum = lane % kLanesPerSum;
     for (int i = threadIdx.x; i < 2 * kBuffer; i += blockDim.x) (&memory[0][0][0])[i] = 0;
-    // Lanes 0, 16 and 8 put sums 0, 1 and 2. Each lane gets one warp's part of sum lane / 8; 0 without such a warp.
+    // Lanes 0, 16 and 8 put sums 0, 1 and 2. Lane l gets a warp's part of sum min(l / 8, 2), or 0.
     put_ = &memory[0][lane & 8 ? 2 : lane / 16][threadIdx.x / kWarpSize];
     const int get_warp = lane_of_sum < row_warps ? first_warp + lane_of_sum : kMaxBlockWarps;
     get_ = &memory[0][0][0] + keep_in_register(min(lane / kLanesPerSum, 2) * (kMaxBlockWarps + 1) + get_warp);

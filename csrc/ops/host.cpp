@@ -198,8 +198,8 @@ BackwardOutputs backward(const BackwardArgs& args) {
     return allocate(sizes, options.dtype(types.kernel_dtype));
   };
   BackwardOutputs grads;
-  // The kernels compute grad_scaled_input and grad_input_scale from grad_input, which is dropped at the end
-  // if only they are needed.
+  // The kernels compute grad_scaled_input and grad_input_scale from grad_input, which is dropped at the end if
+  // only they are needed.
   const bool needs_grad_input = mask.input || (args.input_scale && (mask.scaled_input || mask.input_scale));
   if (needs_grad_input) grads.grad_input = call.allocate_like_input(input.scalar_type());
   if (mask.weight) grads.grad_weight = parameter_gradient(types.weight);

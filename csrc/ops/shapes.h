@@ -4,8 +4,8 @@
 // input_scale, are [*first batch dimensions, *normalized], where each batch size is the input's or 1; the other batch
 // dimensions count as 1. With `images`, the normalized dimension is the second one: tensors are [N, C, *], and
 // parameters are [C], [N, C] or [N, C, 1, ...]. With num_groups, there is one normalized dimension, each group has
-// adjacent elements of it, and each group is a row. The statistics mean and rstd have the dimensions
-// of the input. In the normalized dimensions, their sizes are num_groups in the last one and 1 in the others.
+// adjacent elements of it, and each group is a row. The statistics mean and rstd have the dimensions of the input. In
+// the normalized dimensions, their sizes are num_groups in the last one and 1 in the others.
 #pragma once
 
 #include <ATen/core/Tensor.h>

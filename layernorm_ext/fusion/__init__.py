@@ -7,7 +7,7 @@ One call of the operator ``layernorm::forward`` replaces a residual sum with a g
     output = y * (1 + scale) + shift                            input_scale=gate)
 
 Everything but the norm may be missing. ``_neighbors.py`` finds the nodes, ``_graph_order.py`` the writes between them.
-The graph is neither functional nor normalized; in doubt, a norm stays as it is. ``docs/fusion.md`` has the uses.
+If the order of reads and writes might change, a norm stays as it is. ``docs/fusion.md`` shows the uses.
 
 This module is not imported by ``import layernorm_ext``, because Inductor's modules take a second to import.
 """

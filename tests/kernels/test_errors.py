@@ -305,10 +305,8 @@ def test_num_groups_may_be_any_integer(num_groups):
 # The public functions and modules
 
 ROWS, IMAGES = torch.ones(3, 5, 8), torch.ones(2, 3, 4, 4)
-LAYER_NORM_2D, RMS_NORM_2D = (
-    layernorm_ext.LayerNorm2d(4),
-    layernorm_ext.RMSNorm2d(4),
-)  # created outside of compiled code
+# Created outside of compiled code.
+LAYER_NORM_2D, RMS_NORM_2D = layernorm_ext.LayerNorm2d(4), layernorm_ext.RMSNorm2d(4)
 OF_ROWS = (
     "Expected {0} of shape [*batch, 8], where batch are the input's first batch sizes or 1, but got {0} of shape {1} "
 )

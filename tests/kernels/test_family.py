@@ -116,7 +116,7 @@ def test_variants_match_float64(backend, dtypes, variant):
 @batch_sizes
 def test_samples_match_float64(backend, dtypes, batches):
     every_variant = itertools.product((3, 100), VARIANTS.values())
-    for cols, variant in [*every_variant, (1025, VARIANTS["rms"]), (4100, VARIANTS["layer-centred"])]:
+    for cols, variant in [*every_variant, (1025, VARIANTS["rms"]), (4100, VARIANTS["layer-centered"])]:
         tensors = arguments(batches, cols, dtypes, backend.device, amid_nans)
         check(run(backend, *tensors, **variant), *tensors, context=(cols,), **variant)
 

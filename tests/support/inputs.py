@@ -150,9 +150,9 @@ LAYOUTS = [transposed, every_second_column, with_gaps, misaligned, negative]
 
 VARIANTS = {
     "layer": {"rms": False, "zero_centered_weight": False},
-    "layer-centred": {"rms": False, "zero_centered_weight": True},
+    "layer-centered": {"rms": False, "zero_centered_weight": True},
     "rms": {"rms": True, "zero_centered_weight": False},
-    "rms-centred": {"rms": True, "zero_centered_weight": True},
+    "rms-centered": {"rms": True, "zero_centered_weight": True},
 }
 variants = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 # The variants that have memory_efficient=True, which saves the output for backward.

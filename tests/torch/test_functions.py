@@ -448,7 +448,7 @@ def test_norm_in_cpp_and_in_python_have_the_same_signature(monkeypatch):
     given |= {"bias": None, "eps": 1e-5}
     defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
     assert [*given, *defaults] == [*parameters]
-    del defaults["residual"]  # norm refuses None: functions that add no residual leave it out
+    del defaults["residual"]  # C++ passes None on: functions that add no residual leave it out
     gate = {"gate": randn((3, 8), F32)}
     residual = {"residual": randn((3, 8), F32), "input_scale": randn(8, F32), "inplace": False}
     plain = ({"rms": True}, {"zero_centered_weight": True}, {"memory_efficient": True}, {"num_groups": 2})

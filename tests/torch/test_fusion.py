@@ -475,9 +475,8 @@ def test_random_programs_with_a_child(first, kind):
             new_errors = [error for error, original in zip(errors, originals, strict=True) if error and not original]
             failures += [f"{error}\nin program {seed}:\n{text}" for error in new_errors]
     assert not failures, "\n".join(failures)
-    assert (
-        ran >= 15 and fuse_neighbors.counts.total() >= 1
-    )  # on average, checkpointed programs have 0.3, exported ones 0.5
+    assert ran >= 15
+    assert fuse_neighbors.counts.total() >= 1  # an average program has 0.3 (checkpointed) or 0.5 (exported)
 
 
 # Where the pass is used
