@@ -255,7 +255,7 @@ def in_fused_projection(tensor):
 @rows_and_pixels
 @residual_dtypes
 def test_options_match_float64(library, dtypes, run, path):
-    """Each test draws 30 combinations of sizes, options and layouts, the same in each run.
+    """Each test draws 20 combinations of sizes, options and layouts, the same in each run.
 
     Samples have few or many rows, so that they have one segment or several, and a block's rows share a sample or not.
     Rows of 260 vectors take several warps, or several blocks of 32 vectors; 100 and 1030 vectors take other loops in
@@ -265,7 +265,7 @@ def test_options_match_float64(library, dtypes, run, path):
     The layout of a tensor changes no bit of a row's results, nor does an addition in place.
     """
     draw = random.Random(f"{dtypes} {path}").choice
-    for case in range(30):
+    for case in range(20):
         samples, rows = draw([(1, 33), (2, 24), (3, 5), (70, 1)])
         vectors = draw([1, 5, 9, 260]) if path else draw([1, 5, 9, 100, 260, 1030])
         if vectors == 260:
