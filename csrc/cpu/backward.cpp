@@ -18,8 +18,8 @@
 //      -> compute_coefficients        the sums loop: the sums of each row (backward_loops.h)
 //      -> SegmentSums::add            the gradients loop: stores dx, and adds the rows to the segment's partial sums of
 //                                     dweight and dbias, which are in the workspace
-//    -> store_parameter_gradients     adds the partial sums of all segments (partial_sums.h), unless a segment has all
-//                                     rows of a sample, so that its sums are gradients
+//    -> store_parameter_gradients     adds the partial sums of all segments (partial_sums.h); or, if the sums of a
+//                                     segment are a sample's gradients, store_gradients() stores them at once
 //
 // x and dy come from memory once, so 3 * rows * cols * sizeof(T) bytes are moved. If there are fewer segments of long
 // rows than threads, backward_sharing_columns() computes the sums of all rows first, and then the threads share the
